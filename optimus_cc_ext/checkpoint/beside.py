@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +77,41 @@ def resume_beside(session: Remembers, iteration_folder: Path, iteration: int, ar
     resume(session, FoundCheckpoint(iteration_folder, iteration, mark), args)
 
 
-def resume(session: Remembers, found: FoundCheckpoint, args: Any, *, release: bool = False) -> None:
+def resume(
+    session: Remembers,
+    found: FoundCheckpoint,
+    args: Any,
+    *,
+    release: bool = False,
+    trial: Mapping[str, Any] | None = None,
+) -> None:
     """Restore the parts of the state that fit this run, and print why others were not restored.
 
     Collective over all ranks.
+
+    Args:
+        trial: the choice of the saving run's trial (`Trial.state`); None: the checkpoint has none.
 
     Raises:
         OptimusError: as `Resume.restore` does.
     """
     settings = settings_of(session.config, _words(args, _MESSAGES))
-    resume = Resume(found, settings, _words(args, _TOPOLOGY), unwanted=_unwanted(args, release=release))
-    lines = resume.restore(session)
+    unwanted = _unwanted(args, release=release)
+    lines = Resume(found, settings, _words(args, _TOPOLOGY), unwanted=unwanted).restore(session)
+    if session.trial is not None and session.trial.open and unwanted is None:
+        (old, *_) = on_all_ranks(lambda: _choice_of_stages(found.iteration_folder), "")
+        session.trial.resume(trial, old)
+        lines = lines if session.trial.open or settings else []
     for line in lines if dist.get_rank() == 0 else ():
         say(f"optimus-cc: {line}")
+
+
+def _choice_of_stages(folder: Path) -> Mapping[str, Any]:
+    """Return the state of 8b301ab's `auto`, which lies in topology.json; empty if there is none that can be read."""
+    manifest = None
+    with suppress(state_files.DamagedState):  # a choice is made anew then
+        manifest = state_files.read_manifest(folder) if dist.get_rank() == 0 else None
+    return (manifest.common if manifest is not None else None) or {}
 
 
 def _unwanted(args: Any, *, release: bool) -> str | None:

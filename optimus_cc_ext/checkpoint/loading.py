@@ -10,7 +10,6 @@ import torch.distributed as dist
 from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.resuming import Resumption, decide
 from optimus_cc_ext.checkpoint.saving import Remembers, on_all_ranks
-from optimus_cc_ext.checkpoint.state_files import Manifest
 from optimus_cc_ext.errors import OptimusError
 
 __all__ = ["FoundCheckpoint", "Resume"]
@@ -72,21 +71,15 @@ class Resume:
         if not self._settings:
             ignored = f"no technique that keeps state is on, so {self._found.files} is ignored"
             return [ignored] if self._found.files.exists() else []
-        # The disk of another node may have no file of a state that is the same on all ranks.
-        (of_first_rank, *_) = on_all_ranks(lambda: self._manifest() if dist.get_rank() == 0 else None, "")
-        self._agree(on_all_ranks(lambda: self._read(session, of_first_rank), ""))
+        self._agree(on_all_ranks(lambda: self._read(session), ""))
         if self._resumption.restored:
             session.load_state_dict(self._restored_state())
         return self._resumption.lines()
 
-    def _manifest(self) -> Manifest | None:
-        return None if self._unwanted else state_files.read_manifest(self._found.iteration_folder)
-
-    def _read(self, session: Remembers, of_first_rank: Manifest | None) -> _Answer:
+    def _read(self, session: Remembers) -> _Answer:
         """Decide which techniques' state to restore, and read it from this rank's file."""
-        found, manifest = self._found, of_first_rank
-        if dist.get_rank() > 0 and (manifest is None or manifest.common is None):
-            manifest = self._manifest()
+        found = self._found
+        manifest = None if self._unwanted else state_files.read_manifest(found.iteration_folder)
         self._resumption = decide(
             self._settings, self._topology, manifest,
             checkpoint=found.mark, iteration=found.iteration, unwanted=self._unwanted,

@@ -33,6 +33,8 @@ class Remembers(Protocol):
     """The owner of the state that is saved: a session."""
 
     config: OptimusConfig
+    trial: Any
+    """The trial of the run; None: there is none."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs; its tensors are not copies."""
@@ -119,7 +121,7 @@ class Save:
         self._save_folder = save_folder
         self._rank = dist.get_rank()
         self._state: dict[str, Any] = {}
-        self._writing: Future[RankFile | None] | None = None
+        self._writing: Future[RankFile] | None = None
         self._manifest = Manifest(iteration=iteration, checkpoint="", topology=topology, techniques=settings)
 
     @property
@@ -142,19 +144,16 @@ class Save:
             OptimusError: on all ranks, if the folder cannot be made, or memory is too small for a copy.
         """
 
-        def take_state() -> tuple[str, dict[str, Any] | None]:
+        def take_state() -> str:
             mark = state_files.new_mark()
             if self._rank == 0:
                 state_files.start_staging(self._save_folder, mark)
             now = session.state_dict()
             self._state = state_files.copy_on_host(now) if copied else now
-            return mark, None if state_files.tensor_bytes(now) else self._state
+            return mark
 
-        everyone = on_all_ranks(take_state, _PREPARING_FAILED)
-        mark, common = everyone[0]
-        if any(theirs != common for _, theirs in everyone):
-            common = None
-        self._manifest = replace(self._manifest, checkpoint=mark, common=common)
+        (mark, *_) = on_all_ranks(take_state, _PREPARING_FAILED)
+        self._manifest = replace(self._manifest, checkpoint=mark)
 
     def start_writing(self, thread: Executor) -> None:
         """Let `thread` write this rank's file while training continues; `stage` has to have copied the state."""
@@ -173,8 +172,7 @@ class Save:
             OptimusError: on all ranks, if one of them could not write; names that rank and its reason.
         """
         written = self._write if self._writing is None else self._writing.result
-        files = tuple(file for file in on_all_ranks(written, _WRITING_FAILED) if file is not None)
-        self._manifest = replace(self._manifest, files=files)
+        self._manifest = replace(self._manifest, files=tuple(on_all_ranks(written, _WRITING_FAILED)))
         on_all_ranks(self._describe, _WRITING_FAILED)
 
     def publish(self, iteration_folder: Path) -> None:
@@ -190,9 +188,7 @@ class Save:
         if self._rank == 0:
             state_files.publish(self.staging, iteration_folder)
 
-    def _write(self) -> RankFile | None:
-        if self._manifest.common is not None:
-            return None  # topology.json holds the state that all ranks share
+    def _write(self) -> RankFile:
         return state_files.write_rank_file(self.staging, self._rank, self._manifest.iteration, self._state)
 
     def _describe(self) -> None:

@@ -3,8 +3,6 @@
     <iteration's folder>/optimus_cc/rank_00000.pt, rank_00001.pt, ...   each rank's state
     <iteration's folder>/optimus_cc/topology.json                       the run's layout, sizes and hashes of the files
 
-A state without tensors that is the same on all ranks lies in topology.json, and no rank has a file.
-
 The files are first written to a folder beside the checkpoints. `publish` moves that folder into the checkpoint in one
 step, so that a run that is killed at any moment leaves either all files there or none. Write errors raise OSError with
 file, reason and cure, unreadable files raise `DamagedState`.
@@ -95,10 +93,10 @@ class Manifest:
     """Settings on which the state of each technique depends."""
 
     files: tuple[RankFile, ...] = ()
-    """The rank files, in the order of the ranks; none if `common` is the state."""
+    """The rank files, in the order of the ranks."""
 
     common: dict[str, Any] | None = None
-    """The state of every rank, if it is the same on all of them and has no tensors."""
+    """The state of every rank, if 8b301ab saved one without tensors, the same on all ranks; later saves have None."""
 
     format: int = _FORMAT
 
@@ -225,8 +223,6 @@ def read_rank_file(iteration_folder: Path, manifest: Manifest, rank: int) -> dic
     Raises:
         DamagedState: the file is missing, incomplete, or another one.
     """
-    if manifest.common is not None:
-        return manifest.common
     path, expected = iteration_folder / FOLDER / _rank_file(rank), manifest.files[rank]
     try:
         size = path.stat().st_size

@@ -65,6 +65,11 @@ class MessagePool:
         self.nbytes += nbytes
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
+    def release(self) -> None:
+        """Forget all memory: what is still exchanged keeps its own."""
+        self._buckets.clear()
+        self.nbytes = self.shared_bytes = 0
+
     def of_bucket(self, record: object) -> "_BucketMessages":
         """Return the pool of one bucket, whose callers all get the same memory.
 

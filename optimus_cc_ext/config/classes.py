@@ -262,12 +262,12 @@ class DataParallelCompressionConfig(Options):
     )  # fmt: skip
     dp_compression_stages: int | Literal["all", "auto"] = option(
         "all",
-        "Pipeline stages that compress data-parallel gradients: all, the first N, or auto, the stages whose dense "
-        "reduction would delay the iteration, as measured in the first iterations.",
+        "Pipeline stages that compress data-parallel gradients: all, the first N, or auto, which is all stages if the "
+        "trial of the first iterations (--compression-trial) says that they save time.",
         STAGES,
         said={
             "all": "all stages",
-            "auto": "the stages where measured times say that it pays",
+            "auto": "all stages, on trial",
             1: "the first stage",
             None: "the first {} stages",
         },
@@ -281,6 +281,9 @@ class DataParallelCompressionConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.dp_compression_stages == "auto" and self.dp_compression and self.dp_compression_format == "low-rank":
+            reason = "a trial has dense iterations, over which low rank would not carry its residuals"
+            raise FlagError("--dp-compression-stages", reason, "Give all or N; `optimus-cc plan` says which")
         if self.dp_error_feedback and self.dp_compression_format not in ("dense", "low-rank"):
             raise FlagError(
                 "--dp-error-feedback",
@@ -291,11 +294,8 @@ class DataParallelCompressionConfig(Options):
 
     @property
     def gradients_remember(self) -> bool:
-        """True if the class keeps state across iterations: low-rank factors and residuals, or the stages that auto has
-        chosen.
-        """
-        kept = self.dp_compression_format == "low-rank" or self.dp_compression_stages == "auto"
-        return self.dp_compression and kept
+        """True if the class keeps state across iterations; block formats keep none."""
+        return self.dp_compression and self.dp_compression_format == "low-rank"
 
 
 DP_GRADIENTS = TrafficClass(
@@ -307,7 +307,7 @@ DP_GRADIENTS = TrafficClass(
     presets={
         # The paper compresses data-parallel gradients on the first 75 % of the stages (section 9.1).
         "paper": {"dp_compression": True, "dp_compression_stages": Fraction(3, 4)},
-        "balanced": {"dp_compression": True, "dp_compression_format": "int8", "dp_compression_stages": "auto"},
+        "balanced": {"dp_compression": True, "dp_compression_format": "int8"},
     },
 )  # fmt: skip
 

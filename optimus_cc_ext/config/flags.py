@@ -49,10 +49,10 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         const=PRESETS[0],
         choices=PRESETS,
         help="Preset, as far as the layout allows it; individual flags override it. balanced (recommended) puts "
-        "vanilla Megatron's loss first: activations, their gradients and the tied embedding in int8, data-parallel "
-        "gradients in int8 on the stages where compression saves time (auto), the distributed optimizer's parameters "
-        "in int4. paper (--optimus-cc alone) is --compressed-backprop, --fused-embedding-sync, "
-        "and --dp-compression on the first 75 %% of the pipeline stages, with their defaults.",
+        "vanilla Megatron's loss first: activations, their gradients, the tied embedding and data-parallel gradients "
+        "in int8, the distributed optimizer's parameters in int4, if a trial in the run says that it saves time. paper "
+        "(--optimus-cc alone) is --compressed-backprop, --fused-embedding-sync, and --dp-compression on the first "
+        "75 %% of the pipeline stages, with their defaults.",
     )
     for field in dataclasses.fields(OptimusConfig):
         text = field.metadata["help"]

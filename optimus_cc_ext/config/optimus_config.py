@@ -55,6 +55,7 @@ class OptimusFields(TypedDict, total=False):
     block_rotation: bool
     compression_metrics: bool
     compression_forecast: bool
+    compression_trial: bool
     compression_error_statistics: bool
     require_triton: bool
 
@@ -86,7 +87,12 @@ class OptimusConfig(
         True, "Log the bytes of each class of traffic, and the errors, residual norms and times of compression."
     )
     compression_forecast: bool = option(
-        True, "Measure links and computation in the first iterations, and log the gain to expect from each technique."
+        True, "No effect: --compression-trial measures compression in the run, and `optimus-cc plan` forecasts it."
+    )
+    compression_trial: bool = option(
+        True,
+        "Try a preset of block formats in the run: the first iterations go dense and compressed by turns, and the "
+        "faster way stays. Formats that were asked for one by one stay in any case.",
     )
     compression_error_statistics: bool = option(
         False, "Log how compression errors relate to activation differences (the paper's figure 11)."
@@ -131,8 +137,11 @@ class OptimusConfig(
 
     def is_dense_inside(self, traffic: TrafficClass) -> bool:
         """Return True if a class of traffic is compressed only where it leaves a node."""
-        named = traffic.name in self.only_between_nodes.split(",")
-        return named and self.is_on(traffic) and not self._force_compression
+        return self.only_by_preset(traffic) and not self._force_compression
+
+    def only_by_preset(self, traffic: TrafficClass) -> bool:
+        """Return True if a preset alone asks for a class of traffic, which is then also on trial."""
+        return traffic.name in self.only_between_nodes.split(",") and self.is_on(traffic)
 
     def remembers(self, traffic: TrafficClass) -> bool:
         """Return True if a class of traffic keeps state in checkpoints."""

@@ -303,7 +303,7 @@ def describe(config: OptimusConfig) -> str:
 
 
 def saves_nothing(config: OptimusConfig, traffic: TrafficClass) -> str:
-    """Return the warning that low rank sends nothing of a class in fewer bytes; doctor, log and forecast say it."""
+    """Return the warning that low rank sends nothing of a class in fewer bytes; doctor and log say it."""
     name = f"{traffic.name}_rank"
     return (
         f"{flag_of(name)} {getattr(config, name)}: saves nothing on this model: low rank would send more bytes, so "
@@ -359,6 +359,11 @@ def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Itera
     for flag, switch in idle.items():
         if flag not in working:
             yield f"{flag}: no effect: {switch} is off"
+    if "compression_forecast" in spelling:
+        yield (
+            f"{spelling['compression_forecast']}: no effect: a trial measures compression in the run "
+            "(--compression-trial), and `optimus-cc plan` forecasts it"
+        )
     if "dp_compression_levels" in spelling and config.is_on(DP_GRADIENTS) and not config.sums_in_blocks:
         yield "--dp-compression-levels: no effect: low-rank factors are added up on their way, which takes one level"
     lep = config.lazy_error_propagation or not config.compressed_backprop

@@ -22,9 +22,11 @@ from optimus_cc_ext.hooks.handle import Handle, Off, close_unless_used, shared_s
 from optimus_cc_ext.hooks.parts import check_megatron
 from optimus_cc_ext.hooks.sessions import Sessions, bucket_groups_of, layers_of
 from optimus_cc_ext.hooks.steps import check_optimizer, follow
+from optimus_cc_ext.hooks.training import training_device
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import close_abandoned
 from optimus_cc_ext.techniques.session import Session
+from optimus_cc_ext.techniques.trial import Trial, WaysByTurns, on_trial
 
 __all__ = ["attach", "compress"]
 
@@ -120,10 +122,27 @@ def attach(
         take_place(handle._session, grid, layout, models[0])
         for model in models:
             handle._attach(model)
+        handle._session.trial = _trial(handle._session, models[0])
     except BaseException:
         handle._detach()
         raise
     return handle
+
+
+def _trial(session: Session, model: Any) -> Trial | None:
+    """Return the trial of what a preset alone asks for; None: nothing of it leaves a node, or flags leave it out."""
+    classes, groups = on_trial(session.config, session.left_dense), session.new_groups
+    if session.grid is None or groups is None or not classes:
+        return None
+    config, nodes = model.config, {place.node.name for place in groups.places}
+    # CUDA graphs are captured in some of a run's first steps.
+    graphs = getattr(config, "cuda_graph_impl", "none") != "none"
+    untimed = max(2, getattr(config, "cuda_graph_warmup_steps", 0) + 1 if graphs else 0)
+    return Trial(
+        classes=classes, techniques=session.techniques, grid=session.grid, device=training_device(),
+        place=(len(nodes), len(groups.places)), name="balanced" if session.config.only_between_nodes else "compressed",
+        ways=WaysByTurns(untimed, ahead=bool(model.ddp_config.overlap_param_gather)),
+    )  # fmt: skip
 
 
 def _settled(

@@ -42,6 +42,9 @@ _LEVELS = "optimus_cc_levels"
 _SAID = "optimus_cc/said by the first rank"
 """Key in torch's store of the sentence with which the first rank ends in a save."""
 
+_TRIAL = "optimus_cc_trial"
+"""Attribute of Megatron's arguments that holds the choice of the saving run's trial; None: there is none."""
+
 _ITERATION_FOLDER = re.compile(r"iter_\d{7,}|release")
 
 
@@ -102,6 +105,7 @@ class _Saving:
         in_background = bool(megatron_args.async_save)
         vars(megatron_args).pop(_MARK, None)
         setattr(megatron_args, _LEVELS, self._session.levels_of_sums)
+        setattr(megatron_args, _TRIAL, None if self._session.trial is None else self._session.trial.state)
         # starting a save removes an earlier save's files from this folder
         publish = partial(state_files.publish, None, iteration_folder)
         with ends_the_run():
@@ -174,6 +178,7 @@ class Loading:
         """
 
         self._levels: str | None = None
+        self._trial: dict[str, Any] | None = None
         self._found: list[tuple[FoundCheckpoint, bool]] = []
         """Checkpoints that the current load has found, and whether each is a release. Only the last one is loaded;
         Megatron merely looked at the others.
@@ -197,7 +202,7 @@ class Loading:
         if self._loaded is not None:
             (found, release), self._loaded = self._loaded, None
             with ends_the_run():
-                resume(session, found, get_args(), release=release)
+                resume(session, found, get_args(), release=release, trial=self._trial)
             self._compare_levels(session)
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +233,7 @@ class Loading:
         folder = next((p for p in (Path(name), *Path(name).parents) if _ITERATION_FOLDER.fullmatch(p.name)), None)
         if state_dict is not None and folder is not None:
             mark = getattr(state_dict.get("args"), _MARK, None)
-            self._levels = getattr(state_dict.get("args"), _LEVELS, None)
+            self._levels, self._trial = (getattr(state_dict.get("args"), name, None) for name in (_LEVELS, _TRIAL))
             self._found.append((FoundCheckpoint(folder, state_dict.get("iteration"), mark), release))
         return result
 

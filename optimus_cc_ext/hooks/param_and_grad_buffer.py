@@ -102,7 +102,7 @@ def _refuse_several_stages(session: Session, replicas: dist.ProcessGroup) -> Non
         return
     ranks, chosen = dist.get_process_group_ranks(replicas), session.gradients.compressed_stages
     stages = sorted({place.stage for place in session.new_groups.places if place.rank in ranks})
-    if len(stages) > 1 and (chosen is None or len({stage in chosen for stage in stages}) > 1):
+    if len(stages) > 1 and len({stage in chosen for stage in stages}) > 1:
         raise FlagError(
             "--dp-compression-stages",
             f"the replicas of a gradient bucket are on the stages {', '.join(map(str, stages))}, which do not all "
@@ -216,7 +216,7 @@ def _start_grad_sync(
     if force_all_reduce and buckets.plan.rules.instances > 1:
         reducers = []  # Megatron sums whole gradients inside one instance only, and so has no sum that we could replace
     if buckets.plan.tied_bytes and not started_already:
-        session.embedding.left_out = in_step and buckets.plan.leaves_out
+        session.embedding.left_out = in_step and buckets.leaves_out
     if not in_step or not reducers or started_already:
         original()
         if in_step and not started_already:

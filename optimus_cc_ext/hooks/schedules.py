@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -15,7 +14,6 @@ from optimus_cc_ext.announce import COMPRESSION_STATE, MESSAGE_BUFFERS, say
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import saves_nothing
 from optimus_cc_ext.errors import OptimusError
-from optimus_cc_ext.forecast.forecast import Forecaster
 from optimus_cc_ext.hooks.p2p_communication import without_device_synchronisation
 from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions
@@ -32,35 +30,17 @@ _INTERLEAVED = "forward_backward_pipelining_with_interleaving"
 _SCHEDULES = ("forward_backward_no_pipelining", _INTERLEAVED, "forward_backward_pipelining_without_interleaving")
 
 
-class _Forecasters(WeakKeyDictionary[Session, Forecaster]):
-    """Forecasters by session. A forecaster is made at the first pass of its session, and is dropped with the
-    session.
-    """
-
-    timing = False
-    """True while a pass is timed for a forecast. In all other passes, the steps of micro-batches look up no session."""
-
-    def of(self, session: Session) -> Forecaster:
-        if session not in self:
-            self[session] = Forecaster()
-        return self[session]
-
-
 def wraps(sessions: Sessions) -> list[tuple[Seam, Callable[[Any], Any]]]:
     """Return the seams of this file, with their wraps. Evaluation is forward only and passes through untouched."""
-    forecasters = _Forecasters()
+    parameters = ("num_microbatches", "forward_only", "model")
     return [
-        *((Seam(f"{_MODULE}:{name}", ("num_microbatches", "forward_only", "model")),
-           around(forward_backward, sessions, forecasters, name == _INTERLEAVED))
-          for name in _SCHEDULES),
-        *((Seam(f"{_MODULE}:{kind}_step"), around(_timed_step, sessions, forecasters, kind))
-          for kind in ("forward", "backward")),
-    ]  # fmt: skip
+        (Seam(f"{_MODULE}:{name}", parameters), around(forward_backward, sessions, name == _INTERLEAVED))
+        for name in _SCHEDULES
+    ]
 
 
 def forward_backward(
     sessions: Sessions,
-    forecasters: _Forecasters,
     interleaved: bool,
     original: Callable[..., Any],
     *,
@@ -84,22 +64,14 @@ def forward_backward(
                     "ends. Call that function, and not one that was imported before Optimus-CC"
                 )
             number = len(chunks) if interleaved else None
-            passes.enter_context(
-                _iteration(session, forecasters.of(session), chunks[0], number, num_microbatches, rest)
-            )
-        forecasters.timing = any(forecaster.stopwatch.on for forecaster in forecasters.values())
+            passes.enter_context(_iteration(session, chunks[0], number, num_microbatches, rest))
         passes.enter_context(sessions.passing(trained))
         return original(num_microbatches=num_microbatches, forward_only=forward_only, **rest)
 
 
 @contextmanager
 def _iteration(
-    session: Session,
-    forecaster: Forecaster,
-    chunk: Any,
-    chunks: int | None,
-    micro_batches: int,
-    schedule_arguments: dict[str, Any],
+    session: Session, chunk: Any, chunks: int | None, micro_batches: int, schedule_arguments: dict[str, Any]
 ) -> Iterator[None]:
     """Open one session's iteration for a pass over `chunks` interleaved model chunks; None: not interleaved."""
     from megatron.core.utils import get_model_config
@@ -107,22 +79,9 @@ def _iteration(
     config = get_model_config(chunk)
     schedule = _schedule(session, config, chunks, micro_batches)
     gradient = _gradient(config, schedule_arguments)
-    _prepare(session, forecaster, schedule, gradient)
+    _prepare(session, schedule, gradient)
     with session.iteration(schedule, _loss_scale(config)), without_device_synchronisation(session, config):
         yield
-
-
-def _timed_step(
-    sessions: Sessions, forecasters: _Forecasters, kind: str, original: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Run a forward or a backward step of one micro-batch, and time the step for the forecasts."""
-    if not forecasters.timing:
-        return original(*args, **kwargs)
-    with ExitStack() as timed:
-        for session in sessions.passing_now:
-            if (stopwatch := forecasters.of(session).stopwatch).on:
-                timed.enter_context(stopwatch.timed(kind, training_device()))
-        return original(*args, **kwargs)
 
 
 def _chunks(model: Any) -> list[Any]:
@@ -140,15 +99,11 @@ def _schedule(session: Session, config: Any, chunks: int | None, micro_batches: 
     return interleaved_schedule(stages, chunks, micro_batches, config.microbatch_group_size_per_vp_stage)
 
 
-def _prepare(session: Session, forecaster: Forecaster, schedule: Schedule, gradient: torch.Tensor | None) -> None:
-    """Allocate state and message buffers before the first pass, and log them; measure and decide before the third."""
+def _prepare(session: Session, schedule: Schedule, gradient: torch.Tensor | None) -> None:
+    """Allocate state and message buffers before the first pass, and log them."""
     if session.preallocate(schedule, gradient):
         _announce_memory(session)
         _announce_without_gain(session, gradient)
-    undecided = session.gradients.stages_are_open
-    forecaster.before_pass(session, schedule, gradient, training_device())
-    if undecided and session.gradients.compressed_stages:
-        _announce_memory(session)  # logged again: the first line did not count the stages that `auto` has just chosen
 
 
 def _gradient(config: Any, schedule_arguments: dict[str, Any]) -> torch.Tensor | None:
@@ -179,15 +134,11 @@ def _announce_memory(session: Session) -> None:
     """
     assert session.grid is not None
     everyone = session.grid.gather(
-        (
-            (session.backprop.states.nbytes, session.gradients.states.nbytes, session.message_bytes),
-            session.gradients.needed_bytes if session.gradients.stages_are_open else 0,
-            _free_bytes(),
-        )
+        ((session.backprop.states.nbytes, session.gradients.states.nbytes, session.message_bytes), _free_bytes())
     )
     if not session.grid.is_first:
         return
-    taken, later, free = zip(*everyone, strict=True)
+    taken, free = zip(*everyone, strict=True)
     link, buckets, _ = max(taken, key=sum)
     messages = max(messages for *_, messages in taken)
     if any(technique.on for technique in session.techniques):
@@ -203,11 +154,6 @@ def _announce_memory(session: Session) -> None:
         say(
             f"optimus-cc: {exchange_line(nbytes)}"
             + ("; recomputation sends the tokens of the forward pass twice" if again else "")
-        )
-    if any(later):
-        say(
-            f"optimus-cc: --dp-compression-stages auto will add up to {max(later) / 1e6:.1f} MB of {COMPRESSION_STATE} "
-            f"and {MESSAGE_BUFFERS} on a rank, on stages whose GPUs have that much memory"
         )
     if session.new_groups is not None and (line := session.new_groups.line) is not None:
         say(f"optimus-cc: {line}")

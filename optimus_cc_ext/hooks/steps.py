@@ -183,6 +183,10 @@ class _Loop:
     def _warn(self) -> None:
         """Log that no step ends: none has so far, or none does any more, for example with a new optimizer."""
         assert self._session.grid is not None
+        if self._unended < self._limit:
+            return
+        if self._session.trial is not None:
+            self._session.trial.give_up("no step ends")
         if self._unended == self._limit and self._session.grid.is_first:
             say(
                 f"optimus-cc: warning: {self._limit} steps have begun and none has ended, so each counts as repeated: "
@@ -280,12 +284,13 @@ def _agree_and_end(session: Session, applied: bool, norms: Mapping[str, Any], cl
 
     assert session.grid is not None, "a handle's session has a place"
     groups = (MAIN_NORM_GROUP, *getattr(optimizer, "SEPARATE_GRAD_NORM_GROUPS", ()))
-    mine = [float(not applied or session.step.failed), *(_number(norms.get(group)) for group in groups)]
+    mine = [float(not applied or session.step.failed), float(session.is_unusual)]
+    mine += [_number(norms.get(group)) for group in groups]
     agreed = torch.tensor(mine, dtype=torch.float64).to(training_device())
     session.grid.largest(agreed)
-    skipped, *largest = agreed.tolist()
+    skipped, unusual, *largest = agreed.tolist()
     clip = {group: clip_coefficient(clip_grad, norm) for group, norm in zip(groups, largest, strict=True) if norm >= 0}
-    session.end_step(applied=not skipped, clip=clip)
+    session.end_step(applied=not skipped, clip=clip, unusual=bool(unusual))
 
 
 def _number(norm: Any) -> float:

@@ -206,20 +206,6 @@ class GroupPlan:
         plans = (bucket.compressed for bucket in self.buckets)
         return sum(plan.inside_bytes for plan in plans if isinstance(plan, ExchangePlan))
 
-    @property
-    def in_one_level(self) -> "GroupPlan":
-        """This plan with gradients in one level; a tied embedding's own bucket keeps its levels, as instances do."""
-        if self.rules.levels.instances or not self.compresses:
-            return self
-        levels = replace(self.rules.levels, members=1)
-        one = GroupPlan.of([bucket.record for bucket in self.buckets], replace(self.rules, levels=levels))
-        fused = [bucket.warmup if one.compresses else None for bucket in self.buckets]
-        buckets = (
-            replace(before, compressed=tied if before.fused else after.compressed)
-            for before, after, tied in zip(self.buckets, one.buckets, fused, strict=True)
-        )
-        return GroupPlan(rules=one.rules, buckets=tuple(buckets))
-
     def compressed_bytes(self, whole: bool = False) -> int:
         """Return the bytes of a compressed reduction, without a tied embedding; `whole` is the argument of
         `Reducer.start`.

@@ -104,7 +104,7 @@ class CompressedBackprop(Technique):
         """Begin a pass: reset the statistics, zero residuals that last for one iteration, number messages from 0."""
         super().begin(this)
         self.statistics.begin(this.measured and self._config.compression_error_statistics)
-        compressing = not this.is_among_the_first(self._config.compressed_backprop_warmup)
+        compressing = not (self.dense or this.is_among_the_first(self._config.compressed_backprop_warmup))
         # Residuals from before a warm-up, which a run with a shorter one has left, would be out of date at its end.
         if not compressing or self._config.residual_across_iterations == "drop":
             self.states.zero_residuals()
@@ -131,6 +131,15 @@ class CompressedBackprop(Technique):
         if recv_prev is not None and self.statistics.on:
             transfers["recv_prev"] = Transfer(recv_prev, after_wait=partial(self.statistics.activation, recv_prev))
         return transfers
+
+    def release(self) -> None:
+        """Drop both links, and so their messages."""
+        self.sending = self.receiving = None
+
+    @property
+    def compresses(self) -> bool:
+        """True if this rank sends or receives compressed activation gradients in this iteration."""
+        return not self.dense and any(self._links())
 
     def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
         """Return why the state does not fit: this rank sends nothing, or shapes differ; None if it fits."""
@@ -239,6 +248,15 @@ class CompressedForward(Technique):
                 for other in (stage - 1, stage + 1)
             )
 
+    def release(self) -> None:
+        """Drop the messages."""
+        self.messages = None
+
+    @property
+    def compresses(self) -> bool:
+        """True if this rank's activations are compressed in this iteration."""
+        return not self.dense and self.messages is not None
+
     def end(self) -> None:
         if self.messages is not None:
             self.messages.end()
@@ -248,10 +266,11 @@ class CompressedForward(Technique):
         send_next, recv_prev = tensors["send_next"], tensors["recv_prev"]
         transfers = {}
         self.seen |= send_next is not None or recv_prev is not None
-        if self.messages is not None and self._sends and send_next is not None:
-            transfers["send_next"] = self.messages.send(send_next)
-        if self.messages is not None and self._receives and recv_prev is not None:
-            transfers["recv_prev"] = self.messages.receive(recv_prev)
+        messages = None if self.dense else self.messages
+        if messages is not None and self._sends and send_next is not None:
+            transfers["send_next"] = messages.send(send_next)
+        if messages is not None and self._receives and recv_prev is not None:
+            transfers["recv_prev"] = messages.receive(recv_prev)
         return transfers
 
 

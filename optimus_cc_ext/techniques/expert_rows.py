@@ -12,7 +12,6 @@ is kept, and a recomputed forward pass gives the same bits: a message depends on
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,9 +28,9 @@ from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.state import FactorStates
-from optimus_cc_ext.techniques.technique import Iteration, Technique
+from optimus_cc_ext.techniques.technique import Technique
 
-__all__ = ["ExpertRows", "Noted", "RowExchange", "exchange_bytes", "exchange_line"]
+__all__ = ["ExpertRows", "RowExchange", "exchange_bytes", "exchange_line"]
 
 _MEASURED_ROWS = 128
 """Number of rows of an exchange whose errors are measured: an iteration has many exchanges, so that a few rows of each
@@ -57,23 +56,6 @@ def exchange_line(nbytes: float) -> str:
     )
 
 
-@dataclass
-class Noted:
-    """Exchanges of tokens of one rank in one iteration, for the forecast."""
-
-    exchanges: int = 0
-    rows: int = 0
-    raw: int = 0
-    """Bytes that vanilla Megatron would have sent to other ranks."""
-
-    sent: int = 0
-    recomputed: int = 0
-    """Number of exchanges that will be repeated in the backward pass."""
-
-    width: int = 0
-    dtype: torch.dtype = torch.float32
-
-
 class ExpertRows(Technique):
     """Exchanges of rows in one direction, the forward or the backward pass: to the experts and back.
 
@@ -84,7 +66,7 @@ class ExpertRows(Technique):
 
     def __init__(self, traffic: TrafficClass, config: OptimusConfig, codec: Codec | None) -> None:
         super().__init__(traffic.name, on=False, states=FactorStates(1), gauge=Gauge())
-        self.codec, self.traffic, self.config = codec, traffic, config
+        self._codec, self.traffic, self.config = codec, traffic, config
         self._away: Sequence[bool] = ()
         """True for each rank of the group that is on another node than this rank; empty: nodes are not known."""
 
@@ -95,7 +77,6 @@ class ExpertRows(Technique):
         number of tokens is not known beforehand.
         """
 
-        self.noted = Noted()
         self.seen = False
         """True if this rank has sent or received rows."""
 
@@ -106,18 +87,18 @@ class ExpertRows(Technique):
         self._away = [nodes[rank] != nodes[grid.place.rank] for rank in ranks]
         self._width, self._rows_per_token = layout.row_width, layout.rows_per_token
         if self.config.is_dense_inside(self.traffic) and not any(self._away):
-            self.codec = None
+            self._codec = None
+
+    @property
+    def codec(self) -> Codec | None:
+        """Codec of the rows in this iteration; None: they are sent dense."""
+        return None if self.dense else self._codec
 
     def preallocate(self, schedule: Schedule, like: torch.Tensor) -> None:
         """Compute the memory of an exchange, which torch's allocator will provide."""
-        if self.codec is not None:
+        if self._codec is not None:
             rows = like.shape[:-1].numel() * self._rows_per_token
-            self.memory = exchange_bytes(rows, self.codec.row_bytes(self._width), self._width * like.itemsize)
-
-    def begin(self, this: Iteration) -> None:
-        """Begin a pass: forget the exchanges of the last one."""
-        super().begin(this)
-        self.noted = Noted()
+            self.memory = exchange_bytes(rows, self._codec.row_bytes(self._width), self._width * like.itemsize)
 
     def codec_of(self, tensor: torch.Tensor) -> Codec | None:
         """Return the codec of the rows of `tensor`; None if it is sent dense, as probabilities are."""
@@ -163,12 +144,7 @@ class ExpertRows(Technique):
         traffic.add(self.traffic, raw=others * dense, sent=others * row)
         away = sum(number for number, is_away in zip(sent, self._away, strict=False) if is_away)
         traffic.add_leaving(raw=away * dense, sent=away * row)
-        if self._is_row(tensor):
-            noted, self.seen = self.noted, True
-            noted.exchanges, noted.rows = noted.exchanges + 1, noted.rows + sum(sent)
-            noted.raw, noted.sent = noted.raw + others * dense, noted.sent + others * row
-            noted.recomputed += not torch.is_grad_enabled()
-            noted.width, noted.dtype = tensor.shape[1], tensor.dtype
+        self.seen |= self._is_row(tensor)
 
 
 class RowExchange(torch.autograd.Function):

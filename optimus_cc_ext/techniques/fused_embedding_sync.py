@@ -130,6 +130,11 @@ class FusedEmbeddingSync(Technique):
         self.group, self.sharded = group, sharded
         self.groups = None if group is None else Groups(group)
 
+    def release(self) -> None:
+        """Drop the sums in blocks, with their messages."""
+        self._sums.clear()
+        self._pool, self.codecs, self.bucket_codecs = MessagePool(), None, None
+
     def takes_over(self, in_step: bool) -> bool:
         """Return whether this technique, and not Megatron, sums the embedding when gradients are finalised.
 
@@ -138,7 +143,7 @@ class FusedEmbeddingSync(Technique):
         Args:
             in_step: True if the gradients are finalised inside a training step.
         """
-        return self.group is not None and (self.left_out or (self.sharded and in_step))
+        return self.group is not None and (self.left_out or (self.sharded and in_step and not self.dense))
 
     def pair_leaving_bytes(self, nbytes: int) -> int:
         """Return the bytes of one rank that leave its node if the pair of stages sums `nbytes`, as vanilla Megatron

@@ -74,6 +74,11 @@ class Shards:
         self.gathered = False
         """True if all replicas have received the parameters of this rank's shard since the last pass began."""
 
+    def release(self) -> None:
+        """Drop the memory: the parameters are gathered dense from now on."""
+        self._before, self.nbytes = self._before.new_empty(0), 0
+        del self._gather, self._scratch, self._codec
+
     def keep(self) -> None:
         """Keep a copy of the own shard before the optimizer writes it."""
         self.gathered = False
@@ -163,6 +168,13 @@ class ParamGather(Technique):
         if self.codec is not None:
             self.alone = groups.alone()
 
+    def release(self) -> None:
+        """Drop messages, copies of shards and intermediate results."""
+        self._scratch, self.codec = Scratch(), None
+        self._pool.release()
+        for shards in self.buckets:
+            shards.release()
+
     @property
     def message_bytes(self) -> int:
         """Bytes of memory for messages and for the copies of shards."""
@@ -195,7 +207,9 @@ class ParamGather(Technique):
     @torch.no_grad()
     def updating(self, buckets: Sequence[object]) -> Iterator[None]:
         """Encode the changes that the code in the context makes to the own shards of these buckets of Megatron's."""
-        written = self.of(buckets)
+        # Sent dense, the master copies arrive whole, and no difference is left over for a later message.
+        written = [] if self.dense else self.of(buckets)
+        self.seen |= self.dense
         for shards in written:
             shards.keep()
         yield

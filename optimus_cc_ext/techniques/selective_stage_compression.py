@@ -5,8 +5,7 @@ reduced: as P and Q (`low_rank_gradients`), in blocks of few bits (`collectives/
 docs/develop/how-it-works.md has the order of the phases.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,15 +33,10 @@ from optimus_cc_ext.techniques.technique import Iteration, Technique
 __all__ = ["BucketGroup", "SelectiveStageCompression", "stages_to_compress"]
 
 
-def stages_to_compress(config: DataParallelCompressionConfig, stages: int) -> frozenset[int] | None:
-    """Return the stages, of 0 .. stages - 1, that compress their gradients; None means `auto`: the forecast
-    decides later.
-    """
-    if not config.dp_compression:
-        return frozenset()
-    if config.dp_compression_stages == "auto":
-        return None
-    return frozenset(range(stages if config.dp_compression_stages == "all" else config.dp_compression_stages))
+def stages_to_compress(config: DataParallelCompressionConfig, stages: int) -> frozenset[int]:
+    """Return the stages, of 0 .. stages - 1, that compress their gradients."""
+    first = config.dp_compression_stages if config.dp_compression else 0
+    return frozenset(range(first if isinstance(first, int) else stages))
 
 
 class BucketGroup:
@@ -111,7 +105,22 @@ class BucketGroup:
     @property
     def reducers(self) -> list[Reducer]:
         """Reducers of all buckets in this iteration; empty if Megatron reduces them."""
-        return self._compressed if self._compressed and not self._technique.in_warmup else self._warmup
+        if self._fused is not None and self._fused.dense:
+            return []
+        compressing = self._compressed and not (self._technique.in_warmup or self._technique.dense)
+        return self._compressed if compressing else self._warmup
+
+    @property
+    def leaves_out(self) -> bool:
+        """True if the tied embedding is summed elsewhere in this iteration."""
+        return self.plan.leaves_out and self._fused is not None and not self._fused.dense
+
+    def release(self) -> None:
+        """Drop the reducers of gradients that stay dense from now on."""
+        self._compressed = []
+        if self._fused is not None and self._fused.dense:
+            self._warmup = []
+        self._made = {plan: reducer for plan, reducer in self._made.items() if reducer in self._warmup}
 
     def start(self, reducers: Sequence[Reducer], flats: Sequence[torch.Tensor], *, whole: bool) -> Reduction:
         """Begin to reduce `flats`, all `gradients`, by `reducers`; `whole` is the argument of `Reducer.start`."""
@@ -184,8 +193,8 @@ class SelectiveStageCompression(Technique):
         self.stage: int | None = None
         """Stage of this rank; None before it has a place."""
 
-        self.compressed_stages: frozenset[int] | None = None
-        """Stages that compress their gradients; None: not decided yet."""
+        self.compressed_stages = frozenset[int]()
+        """Stages that compress their gradients; empty before this rank has a place."""
 
         self.in_warmup = False
         """True while gradients are reduced dense, in the first iterations."""
@@ -199,7 +208,6 @@ class SelectiveStageCompression(Technique):
         self.under_way: list[Reducer] = []
         """Reducers whose second phase has not begun; the reductions of this rank (`Reduction`) share the list."""
 
-        self._one_level = False
         self._stream: SideStream | None = None
         self._connected: list[dist.ProcessGroup] = []
         """Groups that have made their first collective (`connect`)."""
@@ -208,11 +216,11 @@ class SelectiveStageCompression(Technique):
         """Kinds of gradients that stay dense because a group of one rank sends nothing."""
 
     def reduces(self, plan: GroupPlan) -> bool:
-        """Return whether we reduce, or may later reduce, a group of this plan."""
+        """Return whether we reduce a group of this plan."""
         return plan.keeps_its_reducers or self._may_compress(plan)
 
     def _may_compress(self, plan: GroupPlan) -> bool:
-        return plan.compresses and (self.compresses_this_stage or self.stages_are_open)
+        return plan.compresses and self.compresses_this_stage
 
     def note_single_rank(self, kept_dense: str | None) -> str | None:
         """Return the log line about gradients of this kind that stay dense in a group of one rank; once for a kind."""
@@ -228,7 +236,7 @@ class SelectiveStageCompression(Technique):
             self.alone = groups.alone()
 
     def take_stage(self, stage: int, stages: int) -> None:
-        """Set this rank's stage, and choose the stages that compress unless the forecast will."""
+        """Set this rank's stage, and the stages that compress."""
         self.stage, self.compressed_stages = stage, stages_to_compress(self._config, stages)
 
     def shrinks(self, like: torch.Tensor | None) -> bool | None:
@@ -244,7 +252,7 @@ class SelectiveStageCompression(Technique):
         name of their class.
         """
         plans = [buckets.plan for buckets in self.buckets]
-        gradients = plans if self.compresses_this_stage or self.stages_are_open else []
+        gradients = plans if self.compresses_this_stage else []
         number = sum(len(plan.buckets) for plan in plans)
         return {
             DP_GRADIENTS.name: (sum(plan.unpaid for plan in gradients), number),
@@ -255,6 +263,14 @@ class SelectiveStageCompression(Technique):
     def message_bytes(self) -> int:
         return sum(reducer.nbytes for reducer in self.reducers)
 
+    def release(self) -> None:
+        """Drop the reducers and their intermediate results; those of a tied embedding only if that stays dense."""
+        for buckets in self.buckets:
+            buckets.release()
+        self.reducers = [reducer for buckets in self.buckets for reducer in buckets.reducers]
+        self._scratch, self.codecs = Scratch(), None
+        self.pool.release()
+
     def begin(self, this: Iteration) -> None:
         """Begin a pass, dense during the warm-up."""
         super().begin(this)
@@ -264,31 +280,12 @@ class SelectiveStageCompression(Technique):
 
     @property
     def compresses_this_stage(self) -> bool:
-        return self.stage in (self.compressed_stages or ())
+        return self.stage in self.compressed_stages
 
     @property
     def expects_reductions(self) -> bool:
         """True if gradients of this rank are reduced by this technique, dense in a warm-up."""
         return self.compresses_this_stage and any(buckets.plan.rules.ranks > 1 for buckets in self.buckets)
-
-    @property
-    def stages_are_open(self) -> bool:
-        """True while it is not decided which stages compress their gradients."""
-        return self.stage is not None and self.compressed_stages is None
-
-    def choose_one_level(self) -> None:
-        """Compress gradients in one level, on all ranks alike, before any stage has been chosen."""
-        assert self.stages_are_open, "reducers are made"
-        self._one_level = True
-        for buckets in self.buckets:
-            buckets.plan = buckets.plan.in_one_level
-
-    def choose_stages(self, stages: Collection[int]) -> None:
-        """Set the stages that compress their gradients, between two iterations, on all ranks alike."""
-        self.compressed_stages = frozenset(stages)
-        if self.compresses_this_stage:
-            for buckets in self.buckets:
-                buckets.compress()
 
     def add_group(
         self,
@@ -321,27 +318,6 @@ class SelectiveStageCompression(Technique):
                 self._connected.append(group)
                 connect(group, device, pairs=pairs)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of memory for residuals and factors of all buckets on this rank, if its stage is compressed."""
-        return sum(plan.state_bytes(self.state_dtype) for buckets in self.buckets for plan in buckets.plan.low_rank)
-
-    @property
-    def needed_bytes(self) -> int:
-        """Memory for state, messages and the kernels' tables of all buckets on this rank if its stage is compressed."""
-        buckets = [bucket for group in self.buckets for bucket in group.plan.buckets]
-        plans = {plan: bucket.record for bucket in buckets if (plan := bucket.compressed)}
-        made = {reducer.plan for reducer in self.reducers}
-        tables = sum(plan.table_bytes for plan in plans if isinstance(plan, ExchangePlan))
-        wires = sum(plan.wire_bytes for plan in plans.keys() - made)
-        # The messages of the parameter gather are memory that gradients in blocks can use.
-        there = sum(
-            min(self.pool.of_bucket(record).nbytes, plan.wire_bytes)
-            for plan, record in plans.items()
-            if plan not in made and not isinstance(plan, LowRankPlan)
-        )
-        return self.state_bytes + wires - there + tables
-
     def bind(
         self,
         plan: ReductionPlan,
@@ -373,34 +349,3 @@ class SelectiveStageCompression(Technique):
         if self._stream is None:
             self._stream = SideStream(device)
         return self._stream
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, with the stages that `auto` chose."""
-        state = super().state_dict()
-        if self._config.dp_compression_stages == "auto" and self.compressed_stages is not None:
-            state["stages"] = sorted(self.compressed_stages)
-            state |= {"one_level": True} if self._one_level else {}
-        return state
-
-    def mismatch(self, state_dict: Mapping[str, Any]) -> str | None:
-        """Return why the state does not fit; loading takes over the stages that `auto` had chosen for it."""
-        if not self._takes_over_stages(state_dict) or self.stage not in state_dict["stages"]:
-            return super().mismatch(state_dict)
-        plans = [plan for buckets in self.buckets for plan in buckets.plan.low_rank]
-        shapes = {
-            f"bucket {number}: {same.name}": (len(same.starts), same.rows, same.columns)
-            for number, plan in enumerate(plans)
-            for same in plan.shapes
-        }
-        return self.states.mismatch(state_dict["states"], expected=shapes)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state, and take over the stages that `auto` chose in the run that saved it."""
-        if self._takes_over_stages(state_dict):
-            if state_dict.get("one_level"):
-                self.choose_one_level()
-            self.choose_stages(state_dict["stages"])
-        super().load_state_dict(state_dict)
-
-    def _takes_over_stages(self, state_dict: Mapping[str, Any]) -> bool:
-        return self.stages_are_open and state_dict.get("stages") is not None

@@ -9,7 +9,7 @@ wrapped, and told about steps and passes:
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,42 +42,11 @@ from optimus_cc_ext.techniques.param_gather import ParamGather
 from optimus_cc_ext.techniques.schedule import NonInterleaved, Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
 from optimus_cc_ext.techniques.state import state_dtype
-from optimus_cc_ext.techniques.technique import Iteration, Technique
+from optimus_cc_ext.techniques.technique import Iteration, StepProgress, Technique
 from optimus_cc_ext.techniques.transfer import Transfer
+from optimus_cc_ext.techniques.trial import Trial
 
-__all__ = ["Session", "StepProgress"]
-
-
-@dataclass
-class StepProgress:
-    """Position of this rank within a training step."""
-
-    iteration: int = 0
-    open: bool = False
-    """True if the training loop has announced the step, and will announce its end."""
-
-    measured: bool = False
-    """True if errors and times of this step will be asked for."""
-
-    loss_scale: torch.Tensor | None = None
-    """Factor of the last pass's gradients, and so of the residuals; 0-dim. None: no loss scale."""
-
-    passes: int = 0
-    """Number of forward-backward passes of this step so far; with several, gradients are accumulated over the
-    passes.
-    """
-
-    failed: bool = False
-    """True if a pass raised an exception, so that the changes of the passes must be discarded."""
-
-    zeroed: bool = False
-    """True from the zeroing of the gradients until the ranks have exchanged which class saw no message."""
-
-    reduced: bool = False
-    """True if the reduction of a gradient bucket began in a pass of this step."""
-
-    strayed: bool = False
-    """True if the reduction of a gradient bucket began outside of a pass."""
+__all__ = ["Session"]
 
 
 class Session:
@@ -152,6 +121,9 @@ class Session:
             bucket_codecs=self.new_codecs(config.fused_embedding_sync_format),
             dense_inside=config.is_dense_inside(EMBEDDING), two_levels=config.dp_compression_levels != "one",
         )  # fmt: skip
+        self.trial: Trial | None = None
+        """Trial of what a preset compresses; None: everything is compressed as the configuration says."""
+
         self.techniques: tuple[Technique, ...] = (
             self.forward, self.backprop, self.dispatch, self.expert_gradients, self.gradients, self.parameters,
             self.embedding,
@@ -215,8 +187,7 @@ class Session:
     @property
     def compresses_between_stages(self) -> bool:
         """True if this rank sends or receives activations or their gradients compressed."""
-        links = self.backprop.sending, self.backprop.receiving
-        return self.forward.messages is not None or any(link is not None for link in links)
+        return self.forward.compresses or self.backprop.compresses
 
     # -- placing ------------------------------------------------------------------------------------------------
 
@@ -299,28 +270,48 @@ class Session:
             measured: True if errors and times of this step will be asked for.
         """
         self._settle(applied=False)
-        self.step.open, self.step.measured = True, measured
+        self.step.open = True
         if iteration is not None:
             self.step.iteration = iteration
+        self._begin_way(measured=measured)
 
-    def end_step(self, *, applied: bool, clip: Mapping[str, float] | None = None) -> None:
+    def end_step(
+        self, *, applied: bool, clip: Mapping[str, float] | None = None, unusual: bool | None = None
+    ) -> None:  # fmt: skip
         """End the training step.
 
         Args:
             applied: False if the optimizer skipped its update.
             clip: the factor by which clipping multiplied the gradients, by gradient-norm group.
+            unusual: True if the step was `is_unusual` on a rank; None: all ranks are alike.
         """
+        unusual, had_passes = self.is_unusual if unusual is None else unusual, self.in_step
+        applied = applied and not self.step.failed
         self._settle(applied=applied, clip=clip)
         self.step.open = self.step.measured = False
+        if had_passes and self.trial is not None:
+            self.trial.end(self.step.work, self.step.iteration, applied=applied, alike=not unusual)
+        self.step.work, self.step.repeated = (), False
+
+    @property
+    def is_unusual(self) -> bool:
+        """True if a trial cannot compare this step with others: it was repeated, or has other passes than those."""
+        return self.trial is not None and (self.step.repeated or self.trial.is_unusual(self.step.work))
+
+    def _begin_way(self, *, measured: bool) -> None:
+        """Begin a step, or begin it again: in the way that a trial says, where gauges would slow one way alone."""
+        on_trial = self.trial is not None and self.trial.begin()
+        self.step.work, self.step.measured = (), measured and not on_trial
 
     def restart_step(self, *, measured: bool = False) -> None:
         """Discard the passes of a step that has not ended, because the gradients are zeroed and the passes will be
         repeated. `measured` is that of `begin_step`, whose value counts in a step that the training loop announced.
         """
+        self.step.repeated |= self.in_step
         self._settle(applied=False)
         self.step.zeroed, self.step.reduced, self.step.strayed = True, False, False
         if not self.step.open:
-            self.step.measured = measured
+            self._begin_way(measured=measured)
 
     @contextmanager
     def iteration(self, schedule: Schedule, loss_scale: torch.Tensor | None = None) -> Iterator[None]:
@@ -343,9 +334,6 @@ class Session:
     def before_reduction(self) -> None:
         """Begin a pass at the first reduced gradient if no schedule has begun one: a single stage needs no schedule."""
         if not self.in_step and self.follows_zeroing and self.grid is not None and self.grid.stages == 1:
-            # the forecast needs timed passes, and only the passes of a schedule are timed
-            if self.gradients.stages_are_open:
-                self.gradients.choose_stages([self.grid.place.stage])
             self.begin_pass(NonInterleaved(1, 1))
         self.step.reduced |= self.in_step
         self.step.strayed |= not self.in_step
@@ -354,6 +342,7 @@ class Session:
         """Begin a forward-backward pass, whose end is unknown here; `iteration` knows the end, too."""
         if not self.follows_zeroing:
             # In an announced step, a second pass repeats the first one, whose changes must be discarded.
+            self.step.repeated |= self.in_step
             self._settle(applied=False)
         if not self.step.passes:
             self._rescale_residuals(loss_scale)
@@ -365,6 +354,7 @@ class Session:
         for technique in self.techniques:
             technique.begin(this)
         self.step.passes += 1
+        self.step.work += (schedule,)
 
     def _rescale_residuals(self, loss_scale: torch.Tensor | None) -> None:
         """Scale the residuals to this pass's loss scale, on the device."""
@@ -403,6 +393,8 @@ class Session:
             state["loss_scale"] = self.step.loss_scale
         if self._usual_clipping:
             state["usual_clipping"] = {group: usual.state for group, usual in self._usual_clipping.items()}
+        if self.trial is not None and self.trial.state is not None:
+            state["trial"] = self.trial.state
         return state | {technique.name: technique.state_dict() for technique in self.techniques if technique.on}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -420,6 +412,8 @@ class Session:
         for technique in self.techniques:
             if technique.on and technique.name in state:
                 technique.load_state_dict(state[technique.name])
+        if self.trial is not None:
+            self.trial.resume(state.get("trial"), state)
 
     def mismatches(self, state: Mapping[str, Any]) -> dict[str, str]:
         reasons = {t.name: t.mismatch(state[t.name]) for t in self.techniques if t.on and t.name in state}

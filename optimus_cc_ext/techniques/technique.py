@@ -14,7 +14,7 @@ from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.state import FactorStates
 
-__all__ = ["Iteration", "Technique"]
+__all__ = ["Iteration", "StepProgress", "Technique"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,44 @@ class Iteration:
         return self.number < round(fraction * (self.train_iters or 0))
 
 
+@dataclass
+class StepProgress:
+    """Position of this rank within a training step."""
+
+    iteration: int = 0
+    open: bool = False
+    """True if the training loop has announced the step, and will announce its end."""
+
+    measured: bool = False
+    """True if errors and times of this step will be asked for."""
+
+    loss_scale: torch.Tensor | None = None
+    """Factor of the last pass's gradients, and so of the residuals; 0-dim. None: no loss scale."""
+
+    passes: int = 0
+    """Number of forward-backward passes of this step so far; with several, gradients are accumulated over the
+    passes.
+    """
+
+    failed: bool = False
+    """True if a pass raised an exception, so that the changes of the passes must be discarded."""
+
+    zeroed: bool = False
+    """True from the zeroing of the gradients until the ranks have exchanged which class saw no message."""
+
+    reduced: bool = False
+    """True if the reduction of a gradient bucket began in a pass of this step."""
+
+    strayed: bool = False
+    """True if the reduction of a gradient bucket began outside of a pass."""
+
+    repeated: bool = False
+    """True if a pass of this step was discarded, because the step was begun or run again."""
+
+    work: tuple[Schedule, ...] = ()
+    """The passes that this step has begun, since it was begun the last time."""
+
+
 class Technique:
     """Base class of the techniques on this rank.
 
@@ -49,6 +87,9 @@ class Technique:
 
     def __init__(self, name: str, *, on: bool, states: FactorStates, gauge: Gauge) -> None:
         self.name, self.on, self.states, self.gauge = name, on, states, gauge
+
+        self.dense = False
+        """True while the class is sent as in vanilla Megatron, on all ranks alike (module `trial`)."""
 
         self.alone: dist.ProcessGroup | None = None
         """Single-rank process group, which Megatron's collective gets while the technique replaces it."""
@@ -78,6 +119,9 @@ class Technique:
     def message_bytes(self) -> int:
         """Bytes of memory for messages of gradients and parameters."""
         return 0
+
+    def release(self) -> None:
+        """Drop the memory for messages, between two steps: the class stays dense from now on."""
 
     def begin(self, this: Iteration) -> None:
         self.gauge.begin(this.measured)

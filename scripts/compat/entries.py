@@ -24,7 +24,7 @@ from scripts.compat.forks import run_forks
 from scripts.compat.small_lines import SMALL
 
 MODES = {
-    "vanilla": "", "off": "", "balanced": "--optimus-cc balanced --dp-compression-stages all",
+    "vanilla": "", "off": "", "balanced": "--optimus-cc balanced --no-compression-trial",
     "paper": "--optimus-cc --compressed-backprop-rank 4 --dp-compression-rank 8",
 }  # fmt: skip
 # The mock data of versions before 0.17 have 4,096 words.

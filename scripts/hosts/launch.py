@@ -19,7 +19,7 @@ import torch.distributed
 
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.tools.cpu.shared_gpu import Device
-from optimus_cc_ext.tools.report.log_lines import failure_reason, parse_left_dense
+from optimus_cc_ext.tools.report.log_lines import failure_reason, parse_left_dense, stays_dense
 from scripts.hosts import gpus
 from scripts.hosts.network import INTERFACE, Network
 
@@ -65,6 +65,7 @@ def torchrun_command(processes: int, flags: Sequence[str], device: Device = "cpu
 def run(
     flags: Sequence[str], folder: Path, on_line: Callable[[str], None], deadline: float, *,
     ranks: int, device: Device = "cpu", hosts: Network | None = None, beside: int = 1,
+    may_try: bool = False,
 ) -> float:  # fmt: skip
     """Run `flags` with `ranks` ranks on this machine, or on each of `hosts`; return the seconds that the run took.
 
@@ -75,8 +76,11 @@ def run(
     several hosts it gets the lines of the last host, on whose last rank Megatron logs. `deadline` is in the time of
     time.monotonic. The function returns or raises only when no process of the run is left.
 
+    Args:
+        may_try: True if a trial in the run may choose dense.
+
     Raises:
-        RunFailed: a rank failed, the deadline passed, or a class of traffic that was asked for was left dense.
+        RunFailed: a rank failed, the deadline passed, or a class that was asked for was left dense, also by a trial.
     """
     started, on_gpu = time.monotonic(), device == "shared-gpu" or (hosts is not None and device == "cuda")
     logs = [folder / (f"host{host}.txt" if hosts else "log.txt") for host in range(len(hosts) if hosts else 1)]
@@ -102,6 +106,8 @@ def run(
     for log in logs:
         if classes := next(filter(None, map(parse_left_dense, _lines(log))), None):
             raise RunFailed(f"nothing leaves a node (OPTIMUS_CC_NODE), so nothing was compressed of {classes}", log)
+        if not may_try and any(map(stays_dense, _lines(log))):
+            raise RunFailed("its trial chose dense, so nothing was compressed. Give --no-compression-trial", log)
     return time.monotonic() - started
 
 

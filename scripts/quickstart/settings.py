@@ -52,8 +52,7 @@ class Settings(Training):
     @property
     def spans(self) -> dict[str, tuple[int, float]]:
         """First and last timed iteration, by the links that it ran on."""
-        # The first three iterations set up and measure links and compressors. The iteration in which the links change
-        # belongs to neither kind.
+        # The first three iterations set up. The iteration in which the links change belongs to neither kind.
         if not self.shaped:
             return {"on one machine": (4, inf)}
         return {self.links: (4, self.shaping_ends), "unshaped links": (self.shaping_ends + 2, inf)}
@@ -92,8 +91,7 @@ class Settings(Training):
         """Return our flags of one run: none for vanilla, whose traffic is still counted. `further` flags come last and
         override.
         """
-        # All stages are compressed: the preset's `auto` would follow the links, which change during the run, and would
-        # choose no stage on unshaped links.
+        # Without a trial: the links change during the run, and a trial would choose by the first of them.
         return [] if run == "vanilla" else [*STUDY["balanced"].split(), *further]
 
 

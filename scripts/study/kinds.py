@@ -104,7 +104,7 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
             for form in (DENSE, *formats):
                 folder = (runs.folder / f"{point}-{form}").absolute()
                 script = [] if form == DENSE else ["scripts/study/in_formats.py", form, form]
-                ours = [] if form == DENSE else ["--dp-compression-format", "int4", "--no-compression-forecast"]
+                ours = [] if form == DENSE else ["--dp-compression-format", "int4"]
                 flags = [
                     *script, *fixed.megatron_flags(data), *ours,
                     *from_weights(checkpoints, point, folder, fixed.iterations),

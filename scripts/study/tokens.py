@@ -86,7 +86,7 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
             folder = (runs.folder / f"{point}-{setting}".replace(", ", "-").replace("'", "")).absolute()
             flags = [
                 _WAYS_PY, ways, str(folder), *fixed.megatron_flags(data),
-                EXPERT_DISPATCH.format_flag, form, EXPERT_GRADIENT.format_flag, form, "--no-compression-forecast",
+                EXPERT_DISPATCH.format_flag, form, EXPERT_GRADIENT.format_flag, form,
                 "--load", str(saved), "--ckpt-step", str(point), "--ckpt-format", "torch_dist", "--finetune",
                 "--no-load-optim", "--no-load-rng", "--save", str(folder / "save"), "--no-save-optim",
                 "--save-wgrads-interval", "1", "--save-interval", "2",

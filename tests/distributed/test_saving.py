@@ -2,7 +2,6 @@
 
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ class Remembering:
     """Session whose state is one tensor."""
 
     config = OptimusConfig(dp_compression=True, dp_compression_rank=4)
+    trial = None
 
     def __init__(self, value: float, misfit: str | None = None) -> None:
         self.tensor, self.misfit = torch.full((3,), value), misfit
@@ -75,56 +75,6 @@ def test_each_rank_gets_its_own_state_back(tmp_path: Path) -> None:
     names = ["rank_00000.pt", "rank_00001.pt", "topology.json"]
     found = run_ranks(2, save_and_restore, tmp_path, timeout=60)
     assert found == [(1.0, RESTORED, names), (2.0, RESTORED, names)]
-
-
-class Choosing(Remembering):
-    """A session that remembers the stages which `auto` chose, and no tensor."""
-
-    def __init__(self, stages: list[int]) -> None:
-        super().__init__(0.0)
-        self.stages = stages
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"iteration": 7, "dp_compression": {"states": {}, "stages": self.stages}}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.stages = state["dp_compression"]["stages"]
-
-
-def choose_and_restore(
-    folder: Path, *, alike: bool, background: bool = False, local: bool = False
-) -> tuple[list[int], list[str]]:
-    """Save and restore a choice of stages; `local`: each rank has a disk of its own."""
-    rank = start()
-    folder = folder / str(rank) if local else folder
-    save, checkpoint = Save(folder, 7, SETTINGS, TOPOLOGY), folder / "iter_0000007"
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    save.stage(Choosing([0 if alike else rank, 2]), copied=background)
-    if background:
-        save.start_writing(ThreadPoolExecutor(1))
-    save.finish_writing()
-    save.publish(checkpoint)
-    dist.barrier()
-    session = Choosing([])
-    assert restored(session, checkpoint, save.mark) == RESTORED
-    return session.stages, sorted(file.name for file in checkpoint.glob("optimus_cc/*"))
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_state_without_tensors_that_all_ranks_share_takes_one_file(background: bool, tmp_path: Path) -> None:
-    found = run_ranks(2, partial(choose_and_restore, alike=True, background=background), tmp_path, timeout=60)
-    assert found == [([0, 2], ["topology.json"])] * 2
-
-
-def test_a_state_that_all_ranks_share_is_restored_where_each_rank_has_a_disk_of_its_own(tmp_path: Path) -> None:
-    found = run_ranks(2, partial(choose_and_restore, alike=True, local=True), tmp_path, timeout=60)
-    assert found == [([0, 2], ["topology.json"]), ([0, 2], [])]
-
-
-def test_a_state_without_tensors_that_differs_is_kept_by_each_rank(tmp_path: Path) -> None:
-    names = ["rank_00000.pt", "rank_00001.pt", "topology.json"]
-    found = run_ranks(2, partial(choose_and_restore, alike=False), tmp_path, timeout=60)
-    assert found == [([0, 2], names), ([1, 2], names)]
 
 
 def save_in_background(folder: Path) -> float:

@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,6 @@ BY_CONFIG = OptimusConfig(
     dp_compression=True,
     dp_compression_rank=4,
     compression_seed=1234,  # Megatron's default of --seed
-    compression_forecast=False,
 )
 
 
@@ -252,13 +251,21 @@ def nodes_of(ranks: int) -> None:
     os.environ["OPTIMUS_CC_NODE"] = f"ranks:{ranks}"
 
 
-def links_of(bytes_per_second: float) -> None:
-    """Set the rates that a forecast uses, so that its decision is known."""
-    from optimus_cc_ext.forecast import measure
-    from optimus_cc_ext.forecast.timeline import Rate
+def forced_way(*, dense: bool) -> None:
+    """Let every step of a trial, and the choice after it, be dense or compressed."""
+    from optimus_cc_ext.techniques import trial
 
-    measure.probe_link = lambda *_, **__: Rate(0.0, bytes_per_second)
-    measure.probe_collective = lambda *_: Rate(0.0, bytes_per_second)
+    for name in ("dense", "gathers_dense"):
+        setattr(trial.WaysByTurns, name, property(lambda _: dense))
+    trial.verdict = lambda *_: (not dense, "forced")
+
+
+def chosen_way(seconds: Sequence[float]) -> None:
+    """Let the steps of a trial have these seconds."""
+    from optimus_cc_ext.techniques import trial
+
+    judged = trial.verdict
+    trial.verdict = lambda measured, name: judged(seconds[: len(measured)], name)
 
 
 def start_one_ulp_away() -> None:

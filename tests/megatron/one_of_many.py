@@ -106,7 +106,6 @@ def answer_for_all(ranks: int, tensor: int, stages: int, *, odd_one: bool) -> No
     """Let `Grid.gather` return an answer for each rank, with as many bytes as the real answers."""
     from optimus_cc_ext.collectives.nodes import Node
     from optimus_cc_ext.config import OptimusConfig
-    from optimus_cc_ext.forecast.measure import Measured
     from optimus_cc_ext.techniques.grid import Grid, RankPlace
 
     replicas = ranks // tensor // stages
@@ -115,8 +114,6 @@ def answer_for_all(ranks: int, tensor: int, stages: int, *, odd_one: bool) -> No
         stage = rank // (tensor * replicas)
         if isinstance(answer, tuple):
             return tuple(of_rank(part, rank) for part in answer)
-        if isinstance(answer, Measured):
-            return dataclasses.replace(answer, cost=dataclasses.replace(answer.cost, stage=stage))
         if isinstance(answer, RankPlace):
             node = Node(f"ranks:{rank // RANKS_PER_NODE}", f"host {rank // RANKS_PER_NODE}", chosen=answer.node.chosen)
             first = rank % (tensor * replicas)

@@ -64,7 +64,6 @@ UNINSTALLED = VANILLA.but("uninstalled", before=(interventions.start_and_remove,
 
 LOSSY_RUN = RunSpec(name="lossy", flags=EIGHT, ours=LOSSY)
 LOSSY_EVALUATED = LOSSY_RUN.but("lossy, evaluated", flags=EVALUATED)
-LOSSY_FORECAST = LOSSY_RUN.but("lossy, forecast", ours="--compression-forecast")
 LOSSY_TP2 = RunSpec(name="TP2 lossy", layout=TP2_PP2_DP2, flags=EIGHT, ours=LOSSY)
 BLOCKS_RUN = RunSpec(name="blocks", flags=EIGHT, ours=BLOCKS)
 BLOCKS_EVALUATED = BLOCKS_RUN.but("blocks, evaluated", flags=EVALUATED)
@@ -358,26 +357,11 @@ GROWING = RunSpec(
     flags="--step-batch-size-schedule '0:4 768:6 1536:8' --train-iters 7",
 )  # fmt: skip
 GROWING_MICRO_BATCHES = [2, 2, 2, 3, 3, 4, 4]
-GROWING_LIMIT = Limit(vanilla=GROWING, ours=f"{LOSSLESS_EPILOGUE} {FE} --compression-forecast")
-
-# -- stages that are chosen -------------------------------------------------------------------------------------------
-
-_AUTO = f"{SC4} --dp-compression-stages auto"
-_AUTO_BLOCKS = "--dp-compression-format int4 --dp-compression-stages auto"
-_SLOW, _FAST = (partial(interventions.links_of, rate) for rate in (1e5, 1e12))
-CHOSEN = VANILLA.but(
-    "stages chosen on slow links", ours=_AUTO, before=(_SLOW,),
-    flags="--save {here} --save-interval 4 --ckpt-format torch",
-)  # fmt: skip
-CHOSEN_BEFORE = VANILLA.but(
-    "stages chosen before, on fast links", ours=_AUTO, before=(_FAST,), loaded=CHOSEN,
-    flags="--load {loaded} --ckpt-step 4 --ckpt-format torch",
-)  # fmt: skip
-NONE_CHOSEN = VANILLA_SHARDED.but("no stage chosen on fast links", ours=_AUTO_BLOCKS, before=(_FAST,))
+GROWING_LIMIT = Limit(vanilla=GROWING, ours=f"{LOSSLESS_EPILOGUE} {FE}")
 
 # All matrices have 64 rows or columns, so low rank saves nothing.
 NOTHING_SHRINKS = RunSpec(
-    name="nothing shrinks", flags=f"{SHARDED} --train-iters 4", ours="--optimus-cc --compression-forecast"
+    name="nothing shrinks", flags=f"{SHARDED} --train-iters 4", ours="--optimus-cc"
 )  # fmt: skip
 
 # -- one replica ------------------------------------------------------------------------------------------------------

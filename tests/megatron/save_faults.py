@@ -14,7 +14,7 @@ from pathlib import Path
 
 from optimus_cc_ext.hooks import start
 from tests.megatron.runs import CB4
-from tests.megatron.specs import without_forecast
+from tests.megatron.specs import without_trial
 from tests.megatron_runs import MegatronRun, run_megatron
 from tests.system_calls import Call, Watch, watched_by
 
@@ -28,7 +28,7 @@ ITERATIONS = 6
 
 NO_HANG_SECONDS = {"torch": 90, "torch_dist": 90, "async": 240}
 """With --async-save each rank starts a process that imports Megatron."""
-OUR_FLAGS = without_forecast(f"{CB4} --compressed-backprop-messages all")
+OUR_FLAGS = without_trial(f"{CB4} --compressed-backprop-messages all")
 FORMATS = {
     "torch": "--ckpt-format torch",
     "torch_dist": "--ckpt-format torch_dist",

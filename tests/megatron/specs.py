@@ -55,7 +55,7 @@ class RunSpec:
     @property
     def argv(self) -> str:
         """Command line, with placeholders for folders."""
-        return f"{self.layout[1]} {self.flags} {without_forecast(self.ours or '')}"
+        return f"{self.layout[1]} {self.flags} {without_trial(self.ours or '')}"
 
     def but(self, name: str, **changes: Any) -> RunSpec:
         """Return a copy with changes; `flags` and `ours` are appended to the present ones."""
@@ -105,10 +105,10 @@ def _case(case: RunSpec | tuple[RunSpec, ...], marks: Any = ()) -> Any:
     return pytest.param(case, id=" & ".join(spec.name for spec in case), marks=marks)
 
 
-def without_forecast(ours: str) -> str:
-    """Add a flag that switches the forecast off, unless the flags say something about it.
+def without_trial(ours: str) -> str:
+    """Add a flag that switches the trial of a preset off, unless the flags say something about it.
 
-    The forecast would take as long as the rest of a short run.
+    A trial leaves the ways to the links of the moment, and is longer than a short run.
     """
-    asked_for = not ours or "compression-forecast" in ours or "--dp-compression-stages auto" in ours
-    return ours if asked_for else f"{ours} --no-compression-forecast"
+    asked_for = "--optimus-cc" not in ours or "compression-trial" in ours
+    return ours if asked_for else f"{ours} --no-compression-trial"

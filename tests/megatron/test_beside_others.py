@@ -16,13 +16,11 @@ from tests.megatron import own_loops
 
 INT8 = OptimusConfig(
     pipeline_forward_format="int8", compressed_backprop_format="int8", dp_compression_format="int8",
-    compression_forecast=False,
 )  # fmt: skip
 BETWEEN_STAGES = INT8.replace(dp_compression_format="dense")
 LOW_RANK = OptimusConfig(
     compressed_backprop=True, compressed_backprop_rank=4, compressed_backprop_messages="all",
     residual_across_iterations="carry", dp_compression=True, dp_compression_rank=2, _force_compression=True,
-    compression_forecast=False,
 )  # fmt: skip
 
 

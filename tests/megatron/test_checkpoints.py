@@ -258,9 +258,8 @@ CLEANED_AT_ONCE = replace(
 @uses(full(ON_LOCAL_DISKS, FROM_LOCAL_DISKS))
 def test_balanced_goes_on_where_each_node_has_a_disk_of_its_own(runs):
     whole, resumed = runs
-    assert [path.name for path in whole.folder.glob("node_*/iter_0000004/optimus_cc/*")] == ["topology.json"]
+    assert not list(whole.folder.glob("node_*/iter_0000004/optimus_cc/*")), "blocks have no state"
     assert_goes_on(resumed, whole, 4)
-    assert [line for line in resumed.said if line.endswith("is restored from iteration 4")]
 
 
 @uses(NOT_SHARED)

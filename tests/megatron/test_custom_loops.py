@@ -126,7 +126,7 @@ def a_pipeline_of_ones_own(changes: dict[str, Any]) -> tuple[bool, float, dict[s
     own_loops.pass_of(model, groups)
     vanilla = own_loops.gradients(model)
     model = own_loops.build(2, groups)
-    handle = attached(model, OptimusConfig(compression_forecast=False, **changes))
+    handle = attached(model, OptimusConfig(**changes))
     with handle.step() as step:
         own_loops.pass_of(model, groups)
         step.done()
@@ -207,7 +207,7 @@ def test_a_rank_without_a_model_is_not_waited_for(changes: dict[str, Any]) -> No
 
 # -- no wrong gradients ----------------------------------------------------------------------------------------------
 
-FE = OptimusConfig(fused_embedding_sync=True, compression_forecast=False)
+FE = OptimusConfig(fused_embedding_sync=True)
 
 
 def a_model_beside_the_command_lines() -> list[str]:

@@ -47,7 +47,7 @@ GOOD = [
     (PP2, 4),
     (GPT_8_3B + "--optimus-cc", 128),
     (GPT_8_3B + ARTIFACT, 128),
-    (PP2 + "--optimus-cc --dp-compression-stages auto --bf16", 8),
+    (PP2 + "--optimus-cc balanced --dp-compression-stages auto --bf16", 8),
     (PP2 + "--optimus-cc --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 4),
     (PP2 + "--optimus-cc --num-layers-per-virtual-pipeline-stage 1", 4),
     (BY_SAMPLES + "--optimus-cc --compressed-backprop-warmup 0.1 --dp-compression-warmup 0.1", 4),

@@ -130,7 +130,10 @@ ON = f" on megatron-core {SUPPORTED_MEGATRON[-1]}"
 def test_a_preset_follows_a_model_that_ties_its_embeddings_otherwise_than_the_command_line(
     tied: bool, flags: str, other_flags: str
 ) -> None:
-    for ours in ("--optimus-cc balanced", "--optimus-cc --dp-compression-rank 4 --compressed-backprop-rank 4"):
+    for ours in (
+        "--optimus-cc balanced --no-compression-trial",
+        "--optimus-cc --dp-compression-rank 4 --compressed-backprop-rank 4",
+    ):
         its_own_way = run_megatron(
             4, shlex.split(f"{STAGES} {flags} {ours}"), before=functools.partial(a_model_that_is_tied, tied)
         )

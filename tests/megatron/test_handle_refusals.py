@@ -13,8 +13,8 @@ from optimus_cc_ext.errors import OptimusError
 from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
 
-FE = OptimusConfig(fused_embedding_sync=True, compression_forecast=False)
-SC = OptimusConfig(dp_compression_format="int8", compression_forecast=False)
+FE = OptimusConfig(fused_embedding_sync=True)
+SC = OptimusConfig(dp_compression_format="int8")
 
 
 def said(do: Callable[[], Any]) -> str:

@@ -17,7 +17,7 @@ from tests.megatron.test_kept_checkpoint import HERE, differences
 LOW_RANK = OptimusConfig(
     compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
     residual_across_iterations="carry", dp_compression=True, dp_compression_rank=2, _force_compression=True,
-    compression_state_dtype="bf16", compression_forecast=False,
+    compression_state_dtype="bf16",
 )  # fmt: skip
 
 
@@ -95,22 +95,3 @@ def of_8b301ab() -> list[str]:
 
 def test_a_state_which_says_nothing_about_its_rank_is_taken_where_shapes_fit() -> None:
     assert run_ranks(4, of_8b301ab, timeout=90) == [[]] * 4
-
-
-def with_open_stages() -> list[Any]:
-    """Return whether stages of `auto` are open after a refused state, and which stages a loaded one brings."""
-    own_loops.start(2)
-    auto = LOW_RANK.replace(dp_compression_stages="auto")
-    saver, handle = trained(auto), trained(auto, steps=0)
-    saver._session.gradients.choose_stages([0])
-    state, gradients = copy.deepcopy(saver.state_dict()), handle._session.gradients
-    broken = state | {"dp_compression": {"stages": [0], "states": {"bucket 0: 1x1": {}}}}
-    with pytest.raises(UnfitState):
-        handle.load_state_dict(broken)
-    found: list[Any] = [gradients.stages_are_open, len(list(gradients.states))]
-    handle.load_state_dict(state)
-    return [*found, sorted(gradients.compressed_stages), differences(state, handle.state_dict())]
-
-
-def test_a_refused_state_chooses_no_stages() -> None:
-    assert run_ranks(4, with_open_stages, timeout=90) == [[True, 0, [0], []]] * 4

@@ -17,10 +17,9 @@ from tests.megatron.recording import hash_of
 
 INT8 = OptimusConfig(
     compressed_backprop_format="int8", dp_compression_format="int8", fused_embedding_sync_format="int8",
-    compression_forecast=False,
 )  # fmt: skip
 LOW_RANK = OptimusConfig(
-    dp_compression=True, dp_compression_rank=2, _force_compression=True, compression_forecast=False
+    dp_compression=True, dp_compression_rank=2, _force_compression=True
 )  # fmt: skip
 EXACT = {
     2: INT8.replace(_exact_blocks=True, block_rotation=False),
@@ -66,7 +65,7 @@ def compressed_beside_a_vanilla_model(config: Any) -> tuple[dict[str, float], fl
     optimizer = own_loops.optimizer_of(model)
     own_loops.pass_of(vanilla)
     expected, digest = own_loops.gradients(vanilla), own_loops.digest(vanilla)
-    handle = optimus_cc_ext.compress(model, optimizer, config, train_iters=10, measure_every=1)
+    handle = optimus_cc_ext.compress(model, optimizer, config, train_iters=10, measure_every=1, compression_trial=False)
     step(model, optimizer)
     far = error(own_loops.gradients(model), expected)
     own_loops.pass_of(vanilla)
@@ -83,8 +82,7 @@ def test_a_handle_compresses_its_model_and_no_other_one(config: Any) -> None:
         assert 0 < far < 0.3  # gradients differ at least by a step's rounding to four bits
         for traffic in CLASSES:
             raw, sent = (metrics[f"optimus-cc/{traffic} {kind} bytes"] for kind in ("raw", "sent"))
-            # `auto` may find nothing worth compressing on links of this machine.
-            assert 0 < sent < raw or (traffic == "DP gradients" and config == "balanced"), traffic
+            assert 0 < sent < raw, traffic
         assert metrics == ranks[0][0]
 
 

@@ -6,7 +6,6 @@ classes that carry state, or a state that all ranks share.
 
 import contextlib
 import io
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +25,9 @@ HERE = Path(__file__).parent
 LOW_RANK = OptimusConfig(
     compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
     residual_across_iterations="carry", dp_compression=True, dp_compression_rank=2, _force_compression=True,
-    compression_state_dtype="bf16", compression_forecast=False,
+    compression_state_dtype="bf16",
 )  # fmt: skip
-SHARED = OptimusConfig(
-    dp_compression_format="int4", dp_compression_stages="auto", _force_compression=True, compression_forecast=False
-)
+SHARED = OptimusConfig(dp_compression_format="int4", dp_compression_stages="auto", _force_compression=True)
 PASSES = 3
 ARGUMENTS = SimpleNamespace(
     world_size=4, tensor_model_parallel_size=1, pipeline_model_parallel_size=2, data_parallel_size=2,
@@ -59,11 +56,10 @@ def restored(folder: Path, config: OptimusConfig) -> tuple[str, list[str]]:
     on_standard_output()
     with contextlib.redirect_stdout(said):
         resume_beside(session, folder, PASSES, ARGUMENTS)
-    if not config.compressed_backprop:
-        saved = json.loads((folder / "optimus_cc" / "topology.json").read_text())["common"]
-    else:
-        file = folder / "optimus_cc" / f"rank_{torch.distributed.get_rank():05d}.pt"
-        saved = torch.load(file, weights_only=True)["state"]
+    if session.trial is not None:
+        return said.getvalue(), [str(session.trial.compressed)]
+    file = folder / "optimus_cc" / f"rank_{torch.distributed.get_rank():05d}.pt"
+    saved = torch.load(file, weights_only=True)["state"]
     return said.getvalue(), differences(saved, session.state_dict())
 
 
@@ -78,19 +74,19 @@ def differences(saved: Any, now: Any, name: str = "") -> list[str]:
     return [] if saved == now else [name]
 
 
-@pytest.mark.parametrize(
-    ("folder", "config", "names"),
-    [
-        ("checkpoints_of_8b301ab/low_rank", LOW_RANK, "compressed backpropagation and data-parallel compression"),
-        ("checkpoints_of_8b301ab/common", SHARED, "data-parallel compression"),
-    ],
-)
-def test_a_checkpoint_of_an_earlier_commit_is_restored_to_the_bit(
-    folder: str, config: OptimusConfig, names: str
-) -> None:
+def test_a_checkpoint_of_an_earlier_commit_is_restored_to_the_bit() -> None:
+    names = "compressed backpropagation and data-parallel compression"
     line = f"optimus-cc: the state of {names} is restored from iteration 3\n"
-    found = run_ranks(4, restored, HERE / folder / "iter_0000003", config, timeout=120)
+    found = run_ranks(4, restored, HERE / "checkpoints_of_8b301ab/low_rank/iter_0000003", LOW_RANK, timeout=120)
     assert found == [(line, []), *[("", [])] * 3]
+
+
+def test_the_stages_that_an_earlier_commit_had_chosen_are_the_choice_of_its_trial(tmp_path: Path) -> None:
+    """It had left all stages dense, after a measurement of the links."""
+    folder = HERE / "checkpoints_of_8b301ab/common/iter_0000003"
+    found = run_ranks(4, restored, folder, SHARED, timeout=120)
+    assert [choice for _, choice in found] == [["False"]] * 4
+    assert "the trial of the checkpoint's run counts here, too: dense" in found[0][0]
 
 
 def resumed_from_a_compressed_bucket(folder: Path) -> tuple[str, tuple[int, int], bool]:

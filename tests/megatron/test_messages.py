@@ -124,12 +124,6 @@ def test_messages_follow_the_number_of_micro_batches_and_uneven_stages_reproduce
     assert relative_gap(last_stage_losses(ours.ranks), last_stage_losses(vanilla.ranks)) < table.TOLERANCE
 
 
-@uses(full(table.GROWING_LIMIT.run))
-def test_a_stage_without_parameters_takes_part_in_what_all_ranks_measure(runs):
-    # The forecast must not wait for the stage without parameters, which has nothing to sum.
-    assert [line for line in runs.said if line.startswith("forecast from measured times")]
-
-
 @uses((table.VANILLA, table.WARMUPS))
 def test_warmups_are_vanilla_to_the_bit_and_compression_follows_on_both_ends(runs):
     vanilla, ours = runs

@@ -23,7 +23,7 @@ OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 def config_of(**changes: Any) -> OptimusConfig:
-    return OptimusConfig(compression_forecast=False, **changes)
+    return OptimusConfig(**changes)
 
 
 INT8 = config_of(dp_compression_format="int8")

@@ -17,12 +17,11 @@ from tests.megatron.recording import hash_of
 STEPS = 4
 INT8 = OptimusConfig(
     compressed_backprop_format="int8", dp_compression_format="int8", fused_embedding_sync_format="int8",
-    compression_forecast=False,
 )  # fmt: skip
 LOW_RANK = OptimusConfig(
     compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
     residual_across_iterations="carry", dp_compression=True, dp_compression_rank=2, dp_compression_warmup=0.3,
-    _force_compression=True, compression_forecast=False,
+    _force_compression=True,
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def settings(name: str) -> OptimusConfig | str:
     if name == "policy":
         return "balanced"
     if name == "critic":
-        return OptimusConfig(dp_compression_format="int8", compression_forecast=False)
+        return OptimusConfig(dp_compression_format="int8")
     return OptimusConfig(dp_compression=True, dp_compression_rank=2, _force_compression=True)
 
 
@@ -66,9 +66,9 @@ def trained(name: str) -> Trained:
     else:
         model = own_loops.build(1, groups, tied=False, hidden=16 if name == "critic" else 24)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # The stages that `auto` chooses would depend on measured times.
-    changes: Any = {"dp_compression_stages": "all"} if name == "policy" else {}
-    return Trained(model, groups, optimizer, optimus_cc_ext.compress(model, optimizer, settings(name), **changes))
+    # A trial would choose by the seconds of this machine.
+    handle = optimus_cc_ext.compress(model, optimizer, settings(name), compression_trial=False)
+    return Trained(model, groups, optimizer, handle)
 
 
 def groups_of_this_rank() -> int:

@@ -15,7 +15,6 @@ from tests.megatron import own_loops
 
 LOW_RANK = OptimusConfig(
     dp_compression=True, dp_compression_rank=2, dp_compression_warmup=0.3, _force_compression=True,
-    compression_forecast=False,
 )  # fmt: skip
 STEPS = 3  # the first one is the warm-up
 
@@ -251,7 +250,7 @@ def an_empty_chain_on_the_last_stage(announced: bool) -> Any:
     optimizer = own_loops.optimizer_of(model, clip_grad=0.0)  # Megatron would wait for every rank's part of the norm
     if torch.distributed.get_rank() == 1:
         optimizer = ChainedOptimizer([])
-    config = OptimusConfig(compressed_backprop_format="int8", compression_forecast=False)
+    config = OptimusConfig(compressed_backprop_format="int8")
     handle = optimus_cc_ext.compress(model, optimizer, config)
     for batch in range(2):
         with handle.step() if announced else contextlib.nullcontext() as step:

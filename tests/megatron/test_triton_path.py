@@ -64,7 +64,7 @@ def _seen(model: list[torch.nn.Module], optimizer: object) -> tuple[list[str], s
     return SEEN[0][1:] if SEEN else ([], set())
 
 
-BASE = f"--bf16 {runs.OVERLAPPED} {runs.NO_DROPOUT} {runs.BALANCED} --no-compression-forecast"
+BASE = f"--bf16 {runs.OVERLAPPED} {runs.NO_DROPOUT} {runs.BALANCED} --no-compression-trial"
 CASES = {
     # On three ranks, a shard ends inside of a parameter; two of them have fewer blocks than the third.
     "odd_shards": (

@@ -103,6 +103,15 @@ def test_the_answer_is_about_the_log_and_on_other_nodes_has_the_published_band(
     assert "on 64 x A100" in said and "within 16 %" in said
 
 
+def test_a_compressed_runs_log_counts_by_the_dense_seconds_of_its_trial(tmp_path: Path) -> None:
+    seconds = "optimus-cc: iterations 3 to 8: dense 1.2 s (1.1 to 1.34), balanced 0.9 s (0.8 to 1): balanced stays on"
+    run = read_run(log(tmp_path, more=f"optimus-cc: tied embedding (int8) on megatron-core 0.19.2\n{seconds}"))
+    assert run.seconds == 1.2 and run.spread == pytest.approx(0.1)
+    assert run.job == read_run(log(tmp_path)).job
+    (line, *_) = run.words(1.0, CLUSTERS["paper"])
+    assert "1.200 s an iteration (dense iterations of its trial)" in line
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

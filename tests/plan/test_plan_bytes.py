@@ -5,7 +5,6 @@ import torch
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout
-from optimus_cc_ext.forecast.timeline import Switches, When
 from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.tools.doctor.estimate import Gpt, OnNodes, bytes_by_class, places_of
 from optimus_cc_ext.tools.doctor.shapes import Parameter
@@ -13,6 +12,7 @@ from optimus_cc_ext.tools.plan.hardware import CLUSTERS
 from optimus_cc_ext.tools.plan.iteration import rank_costs, schedule_of
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.shapes import MODELS, Mixture, Model
+from optimus_cc_ext.tools.plan.timeline import Switches, When
 
 SMALL = Model(layers=8, hidden=1024, heads=16, sequence=1024, gated=True, groups=4, ffn=2816, tied=False)
 EXPERTS = Mixture(experts=4, ffn=2048, layers=4)

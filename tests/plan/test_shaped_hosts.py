@@ -60,13 +60,12 @@ def test_the_order_is_asked_of_pairs_that_differ_by_more_than_their_spread() -> 
     assert predicted.order([found[0], replace(found[2], rate="50mbit")]) == (0, 0)
 
 
-def test_a_variant_that_chose_other_stages_on_unshaped_links_is_left_out() -> None:
-    flags = ["--dp-compression", "--dp-compression-stages", "auto", "--dp-compression-rank", "11"]
-    said = "--dp-compression-stages auto: compressed stages (of 1):"
+def test_a_variant_that_chose_otherwise_on_unshaped_links_is_left_out() -> None:
+    flags, said = ["--optimus-cc", "balanced"], "iterations 3 to 8: dense 2 s (2 to 2), balanced 1 s (1 to 1): "
     vanilla = run("pp1dp2", VANILLA, [], {UNSHAPED: 2.0, "20mbit": 6.0})
-    shaped = replace(run("pp1dp2", "auto", flags, {"20mbit": 3.0}), forecast=[f"{said} 0"])
-    for free, count in (("0", 1), ("none", 0)):
-        unshaped = replace(run("pp1dp2", "auto", flags, {UNSHAPED: 2.1}), forecast=[f"{said} {free}"])
+    shaped = replace(run("pp1dp2", "trial", flags, {"20mbit": 3.0}), trial=[f"{said}balanced stays on"])
+    for free, count in (("balanced stays on", 1), ("dense from now on", 0)):
+        unshaped = replace(run("pp1dp2", "trial", flags, {UNSHAPED: 2.1}), trial=[f"{said}{free}"])
         found = ratios([vanilla, shaped, unshaped])
         assert len(found) == count and all(ratio.planned < 0.9 for ratio in found)
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.tools.report.log_lines import parse_trial, stays_dense
 from optimus_cc_ext.tools.report.table import Cell, Table
 from scripts.bench.cluster import __main__ as cluster
 from scripts.bench.cluster import free_coding, page
 from scripts.bench.cluster.model import PAPER, proportions
-from scripts.bench.cluster.predicted import chosen_stages
 from scripts.bench.cluster.rates import Plan, plans, rate_list
 from scripts.bench.cluster.results import losses_agree, share_recovered, times, traffic
 from scripts.bench.cluster.run import Iteration, Run
@@ -96,7 +96,7 @@ def test_a_run_goes_through_all_rates_and_back_and_counts_no_iteration_in_which_
 
 def test_what_chooses_by_the_links_when_it_starts_gets_a_run_for_each_rate() -> None:
     chosen = plans(["8mbit", "none"], chooses=True, each=3, cycles=2, warm_up=1)
-    assert [plan.rates for plan in chosen] == [["8mbit"] * 7, ["none"] * 7]
+    assert [plan.rates for plan in chosen] == [["8mbit"] * 20, ["none"] * 20], "a trial may take 14 iterations"
     assert _counted(chosen[0]) == ["8mbit"] * 6
 
 
@@ -112,9 +112,11 @@ def _counted(plan: Plan) -> list[str]:
     return counted
 
 
-def test_the_stages_that_auto_chose_are_read() -> None:
-    assert chosen_stages(["forecast: x", "--dp-compression-stages auto: compressed stages (of 4): 0, 2"]) == {0, 2}
-    assert chosen_stages(["--dp-compression-stages auto: compressed stages (of 4): none"]) == frozenset()
+def test_the_choice_of_a_trial_is_read() -> None:
+    seconds = "iterations 3 to 8: dense 2.22 s (2.2 to 2.24), balanced 1.06 s (1.05 to 1.07): "
+    assert not stays_dense(f"{seconds}balanced stays on")
+    assert stays_dense(f"{seconds}dense from now on (--no-compression-trial compresses all the same)")
+    assert parse_trial(f"optimus-cc: {seconds}balanced stays on") == (2.22, 2.2, 2.24)
 
 
 def test_variants_leave_out_what_a_layout_does_not_have() -> None:
@@ -133,11 +135,11 @@ def test_variants_leave_out_what_a_layout_does_not_have() -> None:
 def test_the_bound_is_vanilla_on_links_as_much_faster_as_the_bytes_of_each_run_are_fewer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = {"vanilla": 0.0, "balanced": 0.5, "auto": 0.2}
+    work = {"vanilla": 0.0, "balanced": 0.5, "trial": 0.2}
 
     def train(_: cluster.Bench, name: str, layout: Layout, variant: str, plan: Plan, label: str, block: int) -> Run:
-        """Compute 2 s, and send 100 Mbit that nothing hides, compressed to a quarter; by `auto` at 25 Mbit/s only."""
-        ratio = 4 if variant == "balanced" or (variant == "auto" and plan.rates[-1] == "25mbit") else 1
+        """Compute 2 s, and send 100 Mbit that nothing hides, compressed to a quarter; by `trial` at 25 Mbit/s only."""
+        ratio = 4 if variant == "balanced" or (variant == "trial" and plan.rates[-1] == "25mbit") else 1
         seconds = {rate: 2 + work[variant] + 100e6 / bits_per_second(rate) / ratio for rate in plan.rates}
         flags = flags_of(CLUSTER[variant], layout, (2, 11))
         return dataclasses.replace(_run(variant, block, seconds, 400 // ratio), flags=flags)
@@ -145,15 +147,15 @@ def test_the_bound_is_vanilla_on_links_as_much_faster_as_the_bytes_of_each_run_a
     monkeypatch.setattr(cluster.Bench, "_train", train)
     monkeypatch.setattr(cluster, "write", lambda *_: "")
     command = ["--output", str(tmp_path / "out"), "--rates", "25mbit,50mbit,none"]
-    command += ["--variants", "vanilla,balanced,auto"]
+    command += ["--variants", "vanilla,balanced,trial"]
     bench = cluster.Bench(
         cluster.build_parser().parse_args([*command, "--blocks", "1", "--warm-up", "1", "--bound"]), []
     )
     bench.sweep("small", PP2DP2)
     table = times(bench.runs)
-    assert table.distinct("variant") == ["vanilla", "balanced", "auto"] and traffic(bench.runs).column("kernel, MB")
-    of_auto, of_blocks = {"25mbit": 0.75, "50mbit": 0.0}, {"25mbit": 0.75, "50mbit": 0.75}
-    expected = [("auto", *each) for each in of_auto.items()] + [("balanced", *each) for each in of_blocks.items()]
+    assert table.distinct("variant") == ["vanilla", "balanced", "trial"] and traffic(bench.runs).column("kernel, MB")
+    of_trial, of_blocks = {"25mbit": 0.75, "50mbit": 0.0}, {"25mbit": 0.75, "50mbit": 0.75}
+    expected = [("trial", *each) for each in of_trial.items()] + [("balanced", *each) for each in of_blocks.items()]
     for variant, rate, bound in expected:
         [found], [recovered] = (table.where(variant=variant, rate=rate).column(name) for name in ("bound", "recovered"))
         assert found == pytest.approx(bound)
@@ -227,7 +229,7 @@ def test_the_tables_say_what_the_runs_say_and_losses_that_differ_are_noticed() -
     # measured iteration is not compared.
     for run in runs:
         run.iterations.insert(0, dataclasses.replace(run.iterations[0], measured=False, payload=[9999, 9999]))
-    assert traffic(runs).where(variant="auto").column("kernel over metrics") == pytest.approx([1])
+    assert traffic(runs).where(variant="trial").column("kernel over metrics") == pytest.approx([1])
     assert _of(times(runs), "all", "measured") == 4
     assert losses_agree(_paired())
     runs = _paired()
@@ -237,7 +239,7 @@ def test_the_tables_say_what_the_runs_say_and_losses_that_differ_are_noticed() -
 
 def test_what_is_written_is_read_again_but_not_mixed_with_another_model(tmp_path: Path) -> None:
     runs = _paired()
-    assert "| 50mbit | auto | 1 |" in page.write(tmp_path, {"seed": 1}, runs)
+    assert "| 50mbit | trial | 1 |" in page.write(tmp_path, {"seed": 1}, runs)
     pictures = {f"{name}_small_pp2dp2.{suffix}" for name in ("time", "recovered") for suffix in ("png", "svg", "pdf")}
     assert {path.name for path in tmp_path.iterdir()} == {"cluster.json", "cluster.md", *pictures}
     assert page.load(tmp_path) == ({"seed": 1}, runs)
@@ -269,8 +271,8 @@ def test_results_are_neither_overwritten_nor_mixed_with_those_of_another_seed(tm
 def _paired() -> list[Run]:
     """Make runs of vanilla and of ours in two blocks."""
     return [
-        _run("vanilla", 0, {"none": 2, "50mbit": 6}, 100), _run("auto", 0, {"none": 2.1, "50mbit": 4}, 40),
-        _run("auto", 1, {"none": 2.1, "50mbit": 3}, 40), _run("vanilla", 1, {"none": 2, "50mbit": 6}, 100),
+        _run("vanilla", 0, {"none": 2, "50mbit": 6}, 100), _run("trial", 0, {"none": 2.1, "50mbit": 4}, 40),
+        _run("trial", 1, {"none": 2.1, "50mbit": 3}, 40), _run("vanilla", 1, {"none": 2, "50mbit": 6}, 100),
     ]  # fmt: skip
 
 
@@ -285,8 +287,8 @@ def _run(variant: str, block: int, seconds: dict[str, float], payload: int) -> R
 
 
 def _of(table: Table, block: Cell, column: str, rate: str = "50mbit") -> Any:
-    """Return the value of `column` for the variant `auto`."""
-    [value] = table.where(variant="auto", rate=rate, block=block).column(column)
+    """Return the value of `column` for the variant `trial`."""
+    [value] = table.where(variant="trial", rate=rate, block=block).column(column)
     return value
 
 

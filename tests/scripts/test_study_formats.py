@@ -83,7 +83,7 @@ def test_parts_add_up_to_vanillas_sums(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         flags = [*(["scripts/study/in_formats.py", *script] if script else []), *training.megatron_flags(data), *ours]
-        flags += ["--eval-interval", "1", "--no-compression-forecast"]
+        flags += ["--eval-interval", "1"]
         run(flags, folder, lambda line: None, time.monotonic() + 150, ranks=training.processes)
         found[name] = measured(folder, ["DP gradients"] if name == "vocabulary" else [])["validations"]
     assert found["exact"] == found["vanilla"] != found["vocabulary"]

@@ -26,7 +26,7 @@ def test_all_that_leaves_a_host_is_what_the_log_counts(tmp_path: Path) -> None:
     layout = Layout.parsed("pp1dp4n2")
     [plan] = plans([UNSHAPED], chooses=False, each=3, cycles=1, warm_up=1)
     training = Training(model=WIDE, layout=layout, iterations=len(plan.rates), evaluation_iterations=0)
-    text = "--mock-data --tokenizer-type NullTokenizer --vocab-size 500 --no-compression-forecast"
+    text = "--mock-data --tokenizer-type NullTokenizer --vocab-size 500"
     flags = [*training.flags(), *text.split(), *OURS.split()]
     run = train(Run("experts", str(layout), "experts", 0, OURS.split()), layout, flags, tmp_path, plan, seconds=480)
     assert len(run.iterations) == training.iterations

@@ -153,8 +153,7 @@ def test_a_bucket_is_compressed_where_that_sends_less_than_megatron_and_all_rank
             first.compressed_bytes() == first.dense_bytes
         )  # fmt: skip
         tied = plan(record, bucket(*TIED), **rules, format=format, fused="int8")
-        for found in (tied, tied.in_one_level):
-            assert len({each.compressed is None for each in found.buckets}) == 1, "all buckets of a group, or none"
+        assert len({each.compressed is None for each in tied.buckets}) == 1, "all buckets of a group, or none"
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "shards"])

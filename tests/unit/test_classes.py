@@ -21,7 +21,6 @@ from optimus_cc_ext.config.flags import PRESETS
 from optimus_cc_ext.config.presets import Layout, config_of, describe
 from optimus_cc_ext.config.refusals import REFUSALS
 from optimus_cc_ext.errors import FlagError, UnknownName
-from optimus_cc_ext.forecast import forecast
 from optimus_cc_ext.techniques import agreement
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.session import Session
@@ -197,12 +196,6 @@ def test_the_planner_tries_every_class_in_every_format_by_the_names_that_it_alwa
     planned = [config_of(flags.split(), layout) for flags in VARIANTS.values()]
     alone = [[(each, c.format_of(each)) for each in CLASSES if c.is_on(each)] for c in planned]
     assert [(traffic.name, format) for traffic, format in compressed() if [(traffic, format)] not in alone] == []
-
-
-def test_the_forecast_has_a_line_for_every_class_that_lengthens_a_pass_or_a_reduction() -> None:
-    # The gather of parameters comes after the step: it has a line of its own in the forecast.
-    assert {traffic.tag: traffic.flag for traffic in CLASSES if traffic.name != "param_gather"} == forecast._FLAGS
-    assert (forecast.GATHER, forecast.EMBEDDING) == ("parameter gather", "embedding")
 
 
 def test_every_format_of_a_class_has_a_record_unless_it_has_no_blocks() -> None:

@@ -162,7 +162,7 @@ def test_links_modules_files_and_commands_lead_to_what_exists(document: Path) ->
     text = document.read_text()
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
     assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
-    folders = "config|hooks|techniques|compressors|devices|forecast|checkpoint|metrics|plan"
+    folders = "config|hooks|techniques|compressors|devices|checkpoint|metrics|plan"
     modules = re.findall(rf"`((?:{folders})/\w+\.py)`", text)
     assert [name for name in modules if not (ROOT / "optimus_cc_ext" / name).exists()] == []
     if document.name == "CHANGELOG.md":
@@ -242,7 +242,7 @@ def literal(node: ast.expr) -> str:
 
 def ends_of_a_run() -> Iterator[tuple[str, str]]:
     """Yield the error and the message of each `raise` that can end a run, in `compress()` or after it has begun."""
-    for folder in ("hooks", "techniques", "checkpoint", "metrics", "forecast", "tools/cpu"):
+    for folder in ("hooks", "techniques", "checkpoint", "metrics", "tools/cpu"):
         for path in sorted((ROOT / "optimus_cc_ext" / folder).glob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 call = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Return) else None

@@ -43,7 +43,7 @@ BALANCED = OptimusConfig(
     fused_embedding_sync_format="int8",
     dp_compression=True,
     dp_compression_format="int8",
-    dp_compression_stages="auto",
+    dp_compression_stages="all",
     compression_seed=99,
 )
 
@@ -113,7 +113,7 @@ def test_a_preset_switches_on_what_the_layout_allows_and_says_what_it_left_out(
     assert config.fused_embedding_sync == (stages > 1 and tied)
     assert config.dp_compression == (replicas > 1)
     if replicas > 1:
-        assert config.dp_compression_stages == ("auto" if balanced else math.ceil(3 * stages / 4))
+        assert config.dp_compression_stages == ("all" if balanced else math.ceil(3 * stages / 4))
     left_out = {
         "compressed activations: one pipeline stage": stages == 1 and balanced,
         "compressed backpropagation: one pipeline stage": stages == 1,
@@ -140,7 +140,7 @@ MUON = replace(FOUR_BY_FOUR, optimizer="muon")
 def test_presets_send_gradients_in_int8_to_an_optimizer_that_amplifies_errors(preset: str) -> None:
     config, notes = vars(resolved(preset, MUON)).values()
     assert config.dp_compression_format == "int8"
-    assert config.dp_compression_stages == (3 if preset == "--optimus-cc" else "auto")
+    assert config.dp_compression_stages == (3 if preset == "--optimus-cc" else "all")
     said = "--optimus-cc sends DP gradients in int8: --optimizer muon amplifies coarser errors"
     assert notes == ((said,) if preset == "--optimus-cc" else ()), "balanced sends int8 beside every optimizer"
     none = resolved(f"{preset} --no-dp-compression", MUON)

@@ -45,6 +45,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compression_state_dtype": st.sampled_from(["fp32", "bf16"]),
     "compression_metrics": st.booleans(),
     "compression_forecast": st.booleans(),
+    "compression_trial": st.booleans(),
     "compression_error_statistics": st.booleans(),
     "require_triton": st.booleans(),
 }

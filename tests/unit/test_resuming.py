@@ -105,38 +105,6 @@ def test_a_format_that_remembers_nothing_neither_asks_for_state_nor_warns() -> N
     (line,) = decided(now=blocks).lines()
     assert line.startswith("the checkpoint's state of") and "warning" not in line
     assert decided(saved=blocks, now=blocks).lines() == []
-    auto = blocks.replace(dp_compression_stages="auto")
-    (line,) = decided(now=auto.replace(compressed_backprop_format="dense"), saved=BOTH.replace(
-        compressed_backprop=False, dp_compression_stages="auto")).lines()  # fmt: skip
-    assert "--dp-error-feedback is False here and True" in line or "--dp-compression-format is int4 here" in line
-
-
-@pytest.mark.parametrize(
-    ("saved", "now", "says"),
-    [
-        (
-            {"dp_compression": True, "dp_compression_rank": 8, "dp_compression_stages": 3},
-            {"dp_compression_format": "int4", "dp_compression_stages": "auto"},
-            "--dp-compression-format is int4 here and low-rank in the checkpoint",
-        ),
-        (
-            {"dp_compression_format": "int4", "dp_compression_stages": "auto"},
-            {"dp_compression": True, "dp_compression_rank": 8, "dp_compression_stages": 3},
-            "--dp-compression-format is low-rank here and int4 in the checkpoint",
-        ),
-    ],
-    ids=["from paper to balanced", "from balanced to paper"],
-)
-def test_another_format_is_the_reason_and_not_what_means_nothing_to_it(
-    saved: dict[str, Any], now: dict[str, Any], says: str
-) -> None:
-    (line,) = decided(now=OptimusConfig(**now), saved=OptimusConfig(**saved)).lines()
-    assert line.endswith(says)
-
-
-def test_what_means_nothing_to_a_format_does_not_matter() -> None:
-    int4 = OptimusConfig(dp_compression_format="int4", dp_compression_stages="auto")
-    assert decided(now=int4.replace(dp_compression_rank=8), saved=int4).restored == (SC,)
 
 
 def test_what_a_rank_finds_out_later_resets_as_well() -> None:

@@ -1,14 +1,13 @@
 """Law: a message is compressed only by the session of its pipeline, in the innermost open pass."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.hooks import finalize_model_grads, schedules
+from optimus_cc_ext.hooks import finalize_model_grads
 from optimus_cc_ext.hooks.sessions import Sessions
 
 
@@ -89,17 +88,3 @@ def test_the_tied_embedding_of_a_model_without_a_session_is_left_to_megatron() -
     sessions.add(compressed, _Stub())  # type: ignore[arg-type]
     finalize_model_grads.all_reduce_word_embedding(sessions, summed.append, [compressed, vanilla])
     assert summed == [[compressed, vanilla]]
-
-
-def test_the_steps_of_a_pass_that_is_timed_are_timed_and_no_others(monkeypatch) -> None:
-    model, session, sessions, forecasters = torch.nn.Linear(1, 1), _Stub(), Sessions(), schedules._Forecasters()
-    sessions.add(model, session)  # type: ignore[arg-type]
-    stopwatch = forecasters.of(session).stopwatch  # type: ignore[arg-type]
-    monkeypatch.setattr(schedules, "_iteration", lambda *_: nullcontext())
-
-    def passes(**_: object) -> None:
-        schedules._timed_step(sessions, forecasters, "forward", lambda: None)
-
-    for stopwatch.on, counted in ((False, 0), (True, 1), (False, 1)):
-        schedules.forward_backward(sessions, forecasters, False, passes, num_microbatches=1, model=model)
-        assert stopwatch.count("forward") == counted

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus_cc_ext.forecast.timeline import (
-    INDIFFERENT,
+from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Pass
+from optimus_cc_ext.tools.plan.timeline import (
     ClassCost,
     IterationTimes,
     Link,
@@ -20,10 +20,7 @@ from optimus_cc_ext.forecast.timeline import (
     last_backward_ends,
     left_after_backward,
     reduced_after,
-    smallest_useful,
-    useful_stages,
 )
-from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Pass
 
 
 def alike(stages: int, forward: float = 1.0, backward: float = 2.0, **messages: Sent | float) -> list[StageCost]:
@@ -118,41 +115,6 @@ def test_a_reduction_hides_behind_the_last_backward_pass_but_for_its_last_bucket
     assert left_after_backward(reduction, 4.0, buckets=buckets) == left
 
 
-@pytest.mark.parametrize(
-    ("dense", "compressed", "chosen"),
-    [
-        (3, 1, {0}),  # as in the paper, reductions fit into the slack of the later stages
-        (
-            30,
-            1,
-            {0, 1, 2, 3},
-        ),  # if reductions take much longer than the cooldown, a stage that stays dense holds up the iteration
-        (9, 3, {0, 1, 2}),
-        (1, 2, set()),  # compression takes longer than it saves, so no stage is chosen
-        (INDIFFERENT / 2, 0, set()),  # a gain that small is not worth the accuracy that compression costs
-    ],
-)
-def test_a_stage_whose_dense_reduction_fits_into_its_slack_stays_dense(dense, compressed, chosen) -> None:
-    assert smallest_useful([10.0, 8.0, 6.0, 4.0], [dense] * 4, [compressed] * 4, 0) == chosen
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 20), st.floats(0, 20), st.floats(0, 20)), min_size=1, max_size=5), st.floats(0, 5)
-)
-def test_no_choice_of_stages_is_faster_than_the_chosen_one(
-    stages: list[tuple[float, float, float]], embedding: float
-) -> None:
-    ends, dense, compressed = zip(*stages, strict=True)
-
-    def seconds(choice: frozenset[int]) -> float:
-        reductions = [compressed[s] if s in choice else dense[s] for s in range(len(stages))]
-        return reduced_after(ends, reductions, embedding)
-
-    chosen = smallest_useful(ends, dense, compressed, embedding)
-    every_choice = [frozenset(s for s in range(len(stages)) if mask >> s & 1) for mask in range(1 << len(stages))]
-    assert seconds(chosen) <= min(map(seconds, every_choice)) * (1 + INDIFFERENT) + 1e-9
-
-
 def placed(when: When, link: Link, dense: Sent, compressed: Sent | None = None) -> ClassCost:
     return ClassCost("sixth", when, link, dense, compressed or Sent())
 
@@ -228,10 +190,3 @@ def test_the_second_phases_of_all_buckets_but_the_last_two_are_hidden_by_a_long_
     for buckets, left in ((1, 4.0), (2, 0.5 + 3.0), (10, 0.1 + 2 * 0.3)):
         ranks = both_stages(reduced, buckets=buckets, last_passes=10)
         assert times(*ranks).reductions == (pytest.approx(left),) * 2
-
-
-def test_stages_are_chosen_by_what_the_whole_iteration_waits_for() -> None:
-    """Both reductions take 10 s; the first stage's ends last, so the other one's fits into its slack of 2 s."""
-    for dense, chosen in ((1.5, {0}), (10.0, {0, 1})):
-        ranks = both_stages(placed(When.AFTER_BACKWARD, Link.REPLICAS, Sent(transfer=dense)))
-        assert useful_stages(ranks, NonInterleaved(2, 2), Switches({}), "sixth") == chosen

@@ -179,8 +179,7 @@ def bytes_by_class(
 ) -> dict[str, tuple[int, int]]:
     """Return the (raw, sent) bytes of one iteration by class, summed over all ranks, after every warm-up.
 
-    The counts follow the formulas of the log. `--dp-compression-stages auto` counts as all stages, the most that it can
-    choose.
+    The counts follow the formulas of the log, for a run whose trial, if it has one, lets compression stay.
     """
     counted = {
         traffic.tag: _pipeline(gpt, config, schedule, traffic, on) for traffic in (PIPELINE_FORWARD, PIPELINE_BACKWARD)

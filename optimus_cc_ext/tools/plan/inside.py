@@ -2,12 +2,12 @@
 
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass
-from optimus_cc_ext.forecast.timeline import ClassCost, Link, Sent, When
 from optimus_cc_ext.tools.plan import seconds
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.seconds import Group, Seconds, all_reduce, all_to_all, reduce_scatter
 from optimus_cc_ext.tools.plan.sums import in_blocks
+from optimus_cc_ext.tools.plan.timeline import ClassCost, Link, Sent, When
 
 __all__ = ["CONTENTION", "CONTEXT", "EXPERTS", "TENSOR", "contended", "experts", "inside"]
 

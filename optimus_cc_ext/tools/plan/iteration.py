@@ -1,4 +1,4 @@
-"""Seconds of one iteration: the costs of a job's stages, put through the forecast's timeline, and their breakdown.
+"""Seconds of one iteration: the costs of a job's stages, put through the timeline, and their breakdown.
 
 The steady state of 1F1B is periodic: after some rounds of P micro-batches every further round takes the same time (a
 max-plus linear system after its transient). A few rounds are therefore simulated, and the rest is extrapolated.
@@ -9,8 +9,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from optimus_cc_ext.config import OptimusConfig, classes
-from optimus_cc_ext.forecast import timeline
-from optimus_cc_ext.forecast.timeline import (
+from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
+from optimus_cc_ext.tools.plan import seconds, timeline
+from optimus_cc_ext.tools.plan.hardware import Cluster
+from optimus_cc_ext.tools.plan.inside import CONTENTION, CONTEXT, TENSOR, contended, experts, inside
+from optimus_cc_ext.tools.plan.model import Job
+from optimus_cc_ext.tools.plan.seconds import Group, Seconds, all_reduce, reduce_scatter
+from optimus_cc_ext.tools.plan.timeline import (
     ClassCost,
     IterationTimes,
     Link,
@@ -23,12 +28,6 @@ from optimus_cc_ext.forecast.timeline import (
     left_after_backward,
     reduced_after,
 )
-from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
-from optimus_cc_ext.tools.plan import seconds
-from optimus_cc_ext.tools.plan.hardware import Cluster
-from optimus_cc_ext.tools.plan.inside import CONTENTION, CONTEXT, TENSOR, contended, experts, inside
-from optimus_cc_ext.tools.plan.model import Job
-from optimus_cc_ext.tools.plan.seconds import Group, Seconds, all_reduce, reduce_scatter
 from optimus_cc_ext.tools.plan.traffic import (
     DENSE,
     activation_message,
@@ -214,10 +213,7 @@ def iteration(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> Plan
     switches, compressed = Switches.of(config, job.pp), frozenset[int]()
     if config.dp_compression and job.replicas > 1:
         first = config.dp_compression_stages
-        if first == "auto":
-            compressed = timeline.useful_stages(ranks, schedule, switches, GRADIENTS, compute)
-        else:
-            compressed = frozenset(range(job.pp if first == "all" else min(first, job.pp)))
+        compressed = frozenset(range(min(first, job.pp) if isinstance(first, int) else job.pp))
     own, routed = job.parameters_on(0) + job.embeddings_on(0), job.routed_on(0)
     shards = job.instances * (own / job.replicas + routed / job.expert_replicas)
     shard = shards if job.distributed_optimizer else own + routed

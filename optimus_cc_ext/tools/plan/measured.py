@@ -21,7 +21,7 @@ from optimus_cc_ext.tools.plan.iteration import iteration
 from optimus_cc_ext.tools.plan.left_out import BOUNDS
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.traffic import memory
-from optimus_cc_ext.tools.report.log_lines import log_files, parse_techniques, without_prefix
+from optimus_cc_ext.tools.report.log_lines import log_files, parse_techniques, parse_trial, without_prefix
 
 __all__ = ["MeasuredRun", "calibrated", "read_run", "solved", "stated_run"]
 
@@ -86,7 +86,7 @@ be wrong.
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run of vanilla Megatron."""
+    """A run of vanilla Megatron, or the dense iterations of another run."""
 
     path: Path | str
     flags: tuple[str, ...]
@@ -100,6 +100,9 @@ class MeasuredRun:
     """Half of the range of the middle four fifths of the iterations behind `seconds`, relative to it."""
 
     lines: int = 0
+    how: str = "as given"
+    """Source of the seconds, if they are not of `lines`."""
+
     trend: float = 1.0
     """Median of the later half of the iterations behind `seconds`, divided by that of the earlier half."""
 
@@ -107,7 +110,7 @@ class MeasuredRun:
         """Return the lines about the calibration."""
         how = f"median of the last {self.lines - self.lines // 2} of {self.lines}, +- {100 * self.spread:.1f} %"
         said = [
-            f"calibrated on {self.path}: {self.seconds:.3f} s an iteration ({how if self.lines else 'as given'}); "
+            f"calibrated on {self.path}: {self.seconds:.3f} s an iteration ({how if self.lines else self.how}); "
             f"computation, and so compression, takes {scale:.3g} times the seconds planned for the {cluster.gpu.name}"
         ]
         if not USUAL_SCALE[0] <= scale <= USUAL_SCALE[1]:
@@ -163,7 +166,7 @@ def read_run(path: Path, flags: Sequence[str] = (), gpus: int = 0, model: str | 
 
     Raises:
         PlanError: the file is missing, or lacks arguments or iterations, or they are of several runs, or the run was
-            compressed; the message names the line.
+            compressed without a trial; the message names the line.
     """
     logs = [_read(each) for each in log_files(path)]
     tables = [log for log in logs if log.tables]
@@ -190,7 +193,7 @@ def read_run(path: Path, flags: Sequence[str] = (), gpus: int = 0, model: str | 
     for log in logs:
         on = next((said for line in log.lines[log.begin :] if (said := parse_techniques(line))), "every")
         if not on.startswith("every"):
-            raise PlanError(f"--from {path}: the run is compressed ({on}): give the log of a run without compression")
+            return _of_trial(path, tuple(flags) if tables else (), job, logs, on)
     batch = int(arguments["global_batch_size"][0]) if arguments else job.batch if "--global-batch-size" in flags else 0
     seconds = _seconds(logged[0], {"global_batch_size": batch, "world_size": gpus}) if logged else []
     if len(seconds) < LEAST_LINES:
@@ -207,7 +210,23 @@ def _measured(path: Path, flags: tuple[str, ...], job: Job, seconds: list[float]
     tenths, half = quantiles(steady, n=10, method="inclusive"), len(steady) // 2
     spread = (tenths[-1] - tenths[0]) / 2 / median(steady)
     trend = median(steady[-half:]) / median(steady[:half])
-    return MeasuredRun(path, flags, job, median(steady), spread, len(seconds), trend)
+    return MeasuredRun(path, flags, job, median(steady), spread, len(seconds), trend=trend)
+
+
+def _of_trial(path: Path, flags: tuple[str, ...], job: Job, logs: Sequence[_Log], on: str) -> MeasuredRun:
+    """Return a compressed run by the dense iterations of its trial.
+
+    Raises:
+        PlanError: no trial was logged.
+    """
+    found = [seconds for log in logs for line in log.lines[log.begin :] if (seconds := parse_trial(line))]
+    if not found:
+        raise PlanError(
+            f"--from {path}: the run is compressed ({on}), and has no line 'optimus-cc: iterations .. dense .. s' of a "
+            "trial: give the log of a run without compression"
+        )
+    middle, least, most = found[-1]
+    return MeasuredRun(path, flags, job, middle, (most - least) / 2 / middle, how="dense iterations of its trial")
 
 
 def stated_run(seconds: float, job: Job) -> MeasuredRun:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format, format_named
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.forecast.timeline import Sent
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant, Gpu
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.seconds import Group, all_to_all, moved, reduce_scatter
+from optimus_cc_ext.tools.plan.timeline import Sent
 
 __all__ = ["LAUNCH", "added", "block_sum", "coded_bytes", "in_blocks", "kernel", "ring_bytes", "sum_in_levels"]
 
@@ -74,13 +74,11 @@ def sum_in_levels(
     """Return both phases of a sum of encoded values, in two levels if nodes hold several replicas and the flags allow
     it: added up inside a node by a dense reduce-scatter, then between nodes in blocks.
 
-    Without the distributed optimizer, the sums are gathered inside the node in the end. If the forecast
-    of a run chooses the stages, it also chooses the faster number of levels.
+    Without the distributed optimizer, the sums are gathered inside the node in the end.
     """
     width, members = job.gradient_bytes, group.per_node
-    one = block_sum(cluster, group, values, width, form)
     if config.dp_compression_levels == "one" or min(group.nodes, members) == 1 or group.ranks % members:
-        return one
+        return block_sum(cluster, group, values, width, form)
     node, rail = Group(members, members, group.rings), Group(group.nodes, 1, members * group.rings)
     inside = Sent(
         nbytes=ring_bytes(width * values, members, twice=False), transfer=reduce_scatter(cluster, node, width * values)
@@ -88,7 +86,4 @@ def sum_in_levels(
     there, back = block_sum(cluster, rail, values / members, width, form)
     sharded = job.distributed_optimizer
     gathered = Sent() if sharded else inside
-    two = added([inside, there]), added([back, gathered])
-    chosen = config.dp_compression_levels == "auto" and config.dp_compression_stages == "auto"
-    phases = 1 if sharded else 2
-    return min(one, two, key=lambda ways: sum(way.transfer for way in ways[:phases])) if chosen else two
+    return added([inside, there]), added([back, gathered])

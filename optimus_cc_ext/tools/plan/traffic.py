@@ -19,7 +19,6 @@ from optimus_cc_ext.config.classes import (
     PIPELINE_BACKWARD,
     PIPELINE_FORWARD,
 )
-from optimus_cc_ext.forecast.timeline import Sent
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant, Gpu
 from optimus_cc_ext.tools.plan.model import Job
@@ -34,6 +33,7 @@ from optimus_cc_ext.tools.plan.sums import (
     ring_bytes,
     sum_in_levels,
 )
+from optimus_cc_ext.tools.plan.timeline import Sent
 
 __all__ = [
     "DENSE", "MEMORY_ERROR", "activation_bytes", "activation_message", "check_memory", "embedding_sum",

@@ -41,15 +41,16 @@ def _each_alone() -> Iterator[tuple[str, str]]:
                 yield short, row.flag
 
 
+FEWEST = "paper, fewest stages"
 VARIANTS = dict(_each_alone()) | {
     "paper": "--optimus-cc",
-    "paper, auto stages": "--optimus-cc --dp-compression-stages auto",
+    FEWEST: "--optimus-cc --dp-compression-stages 1",
     "balanced": "--optimus-cc balanced",
     "DP gradients int4": "--optimus-cc balanced --dp-compression-format int4",
     "int4": "--optimus-cc balanced --compressed-backprop-format int4 --dp-compression-format int4 "
     "--fused-embedding-sync-format int4",
 }
-"""Flags of each variant by name: each technique and format alone, then combinations."""
+"""Flags of each variant by name: each technique and format alone, then combinations. `FEWEST` takes `fewest_stages`."""
 
 WORTH = 0.01
 """Smallest share of vanilla's seconds that counts as a gain."""
@@ -154,6 +155,17 @@ class Band:
         return Gain(gains[0], min(gains), max(gains))
 
 
+def fewest_stages(cluster: Cluster, job: Job) -> int:
+    """Return the smallest number of stages that low rank compresses as profitably as any number, within 2.5 %.
+
+    Compression costs accuracy, so a stage whose dense reduction does not hold up the iteration stays dense.
+    """
+    numbers = range(1, job.pp + 1)
+    configs = [config_in(["--optimus-cc", "--dp-compression-stages", str(number)], job) for number in numbers]
+    seconds = [iteration(cluster, job, config).seconds for config in configs]
+    return next(n for n, each in zip(numbers, seconds, strict=True) if each <= min(seconds) * 1.025)
+
+
 def variants(cluster: Cluster, job: Job, band: Band, own: Sequence[str] = ()) -> list[Variant]:
     """Return vanilla, then all variants that the layout allows and memory holds; `own` are the user's flags, if any.
 
@@ -169,6 +181,8 @@ def variants(cluster: Cluster, job: Job, band: Band, own: Sequence[str] = ()) ->
                 flags = " ".join(fitting(flags.split(), layout_of(job)))
             if not flags:
                 continue
+            if name == FEWEST:
+                flags = f"--optimus-cc --dp-compression-stages {fewest_stages(cluster, job)}"
             config = config_in(flags.split(), job)
             used = check_memory(cluster, job, config)
             found.append(Variant(name, flags, config, iteration(cluster, job, config), band.gain(config), used))

@@ -9,7 +9,7 @@ from optimus_cc_ext.config.classes import CLASSES
 
 __all__ = [
     "Progress", "failure_reason", "log_files", "parse_fallback", "parse_left_dense", "parse_progress", "parse_scalars",
-    "parse_techniques", "without_prefix",
+    "parse_techniques", "parse_trial", "stays_dense", "without_prefix",
 ]  # fmt: skip
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -33,6 +33,8 @@ _ITERATION = re.compile(
 _VALIDATION = re.compile(r"validation loss at iteration (?P<iteration>\d+)\b.*?lm loss value: (?P<loss>\S+) \|")
 _TECHNIQUES = re.compile(r"^optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
 _LEFT_DENSE = re.compile(r"^optimus-cc: left dense, because nothing of it leaves a node: (?P<classes>.+)$")
+_SECONDS = r"([\d.e+-]+) s \(([\d.e+-]+) to ([\d.e+-]+)\)"
+_TRIAL = re.compile(rf"^optimus-cc: iterations \d+ to \d+: dense {_SECONDS}, \w+ {_SECONDS}: ")
 _FALLBACK = re.compile(r"optimus-cc compressed by torch \| (?P<reason>.+)$")
 _TITLE = rf"\b({'|'.join(traffic.title for traffic in CLASSES)})[\w -]*"
 # Maps a tag to the pattern of its values. Patterns are not anchored: all ranks write to one log, so that a line can
@@ -108,6 +110,17 @@ def parse_left_dense(line: str) -> str | None:
     """Read the classes that are left dense because nothing of them leaves a node; None for any other line."""
     match = _LEFT_DENSE.match(without_prefix(line))
     return match["classes"] if match else None
+
+
+def parse_trial(line: str) -> tuple[float, float, float] | None:
+    """Read the median, smallest and largest seconds of the dense iterations of a trial; None for any other line."""
+    match = _TRIAL.match(without_prefix(line))
+    return (float(match[1]), float(match[2]), float(match[3])) if match else None
+
+
+def stays_dense(line: str) -> bool:
+    """Return whether a line says that a trial chose dense."""
+    return "dense from now on" in line
 
 
 def parse_fallback(line: str) -> str | None:

@@ -6,7 +6,7 @@
 There is one host for each pipeline stage of each replica, or of L replicas with the suffix nL, and torchrun on every
 host. Vanilla and compressed variants take turns with the same seed and data, in alternating blocks. A run is one
 variant: the rate of all links is changed while it trains, once through all rates and back; a variant that chooses by
-the links when it starts (--dp-compression-stages auto) gets a run per rate. The results are OUTPUT/cluster.json with
+the links when it starts (by a trial) gets a run per rate. The results are OUTPUT/cluster.json with
 everything, cluster.md and plots. It takes iproute2, util-linux, and root or a machine whose users may make
 namespaces. Flags after -- are added to all variants but vanilla.
 """
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"models to train, of {', '.join(TRAINED)} (small); on a GPU of {', '.join(ON_GPU)} (gpt-1b)",
     )  # fmt: skip
     variants, said = _list(_one_of([*CLUSTER, on_gpu.FREE])), f"variants, of {', '.join(CLUSTER)}"
-    compared.add_argument("--variants", type=variants, default=[VANILLA, "paper", "auto"], help=said)
+    compared.add_argument("--variants", type=variants, default=[VANILLA, "paper", "trial"], help=said)
     compared.add_argument(
         "--rates", type=_list(_rate),
         help="rates of every link, both ways, such as 25mbit,1gbit; none: unshaped, as the shares need (50mbit,none;"
@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     much.add_argument("--blocks", type=_positive, default=2, help="how often all variants take turns (%(default)s)")
     much.add_argument("--iterations", type=_positive, default=3, help="measured per rate and cycle (%(default)s)")
     much.add_argument("--cycles", type=_positive, default=2, help="passes through the rates, and back (%(default)s)")
-    warm_up = "first iterations, not counted (%(default)s: the forecast runs before the third)"
+    warm_up = "first iterations, not counted (%(default)s; with a trial at least 14)"
     much.add_argument("--warm-up", type=_positive, default=3, help=warm_up)
     much.add_argument(
         "--bound", choices=("links", "coding"), nargs="?", const="links",

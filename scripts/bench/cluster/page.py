@@ -20,7 +20,7 @@ from scripts.experiments.variants import VANILLA
 from scripts.hosts.network import UNSHAPED, bits_per_second
 
 JSON_NAME, MARKDOWN_NAME = "cluster.json", "cluster.md"
-_FORMAT = 4
+_FORMAT = 5
 
 
 def write(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run]) -> str:
@@ -78,9 +78,7 @@ def _remarks(runs: Sequence[Run]) -> list[str]:
     ]
     for run in runs:
         rates = ", ".join(dict.fromkeys(each.rate for each in run.iterations if each.measured))
-        remarks += [
-            f"{run.variant}, block {run.block}, {rates}: {line}." for line in run.forecast if "auto" in run.flags
-        ]
+        remarks += [f"{run.variant}, block {run.block}, {rates}: {line}." for line in run.trial]
     same = "equal" if losses_agree(runs) else "NOT equal"
     return [*remarks, f"Losses of the same variant in different blocks: {same} in every iteration."]
 

@@ -25,6 +25,7 @@ from optimus_cc_ext.tools.plan.iteration import iteration
 from optimus_cc_ext.tools.plan.measured import solved
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.traffic import DENSE
+from optimus_cc_ext.tools.report.log_lines import stays_dense
 from optimus_cc_ext.tools.report.table import Table
 from scripts.bench.cluster.page import load
 from scripts.bench.cluster.run import Run
@@ -42,7 +43,6 @@ acknowledgements queue behind data (tests/scripts/test_bench_cluster_network.py)
 warm-up and cooldown meet another one.
 """
 
-_CHOICE = "--dp-compression-stages auto: "
 _HOP = 60e-6
 """Seconds of a hop between two hosts; negligible beside the times here."""
 
@@ -111,23 +111,14 @@ def planned(
     return iteration(shaped, ours, config).seconds / iteration(shaped, job, DENSE).seconds
 
 
-def chosen_stages(lines: Sequence[str]) -> frozenset[int]:
-    """Return the stages that `auto` chose, from the lines of the forecast; none if the lines do not say so."""
-    for line in lines:
-        if line.startswith(_CHOICE):
-            chosen = line.rsplit(": ", 1)[1]
-            return frozenset() if chosen == "none" else frozenset(map(int, chosen.split(", ")))
-    return frozenset()
-
-
 def ratios(runs: Sequence[Run]) -> list[Ratio]:
     """Return all ratios that can be compared: the same model, layout and block has runs of vanilla and on unshaped
     links.
     """
     grouped = _grouped(runs)
     seconds = {key: statistics.median(values) for key, values in grouped.items()}
-    forecasts = {
-        (run.model, run.layout, run.block, run.variant, each.rate): (run.flags, chosen_stages(run.forecast))
+    choices = {
+        (run.model, run.layout, run.block, run.variant, each.rate): (run.flags, any(map(stays_dense, run.trial)))
         for run in runs for each in run.iterations if each.measured
     }  # fmt: skip
     found = []
@@ -138,13 +129,10 @@ def ratios(runs: Sequence[Run]) -> list[Ratio]:
             continue
         vanilla, vanilla_free, ours_free = (seconds[key] for key in needed)
         training = Training(model=MODELS[model], layout=Layout.parsed(layout))
-        flags, chosen = forecasts[*here, variant, rate]
-        config = training.config_of(flags, ignore_others=True)
-        if config.dp_compression and config.dp_compression_stages == "auto":
-            if chosen != forecasts[*here, variant, UNSHAPED][1]:
-                continue  # this variant's compressors were not measured
-            stages = {"dp_compression_stages": len(chosen)} if chosen else {"dp_compression": False}
-            config = config.replace(**stages)
+        flags, dense = choices[*here, variant, rate]
+        if dense != choices[*here, variant, UNSHAPED][1]:
+            continue  # this variant's compressors were not measured
+        config = DENSE if dense else training.config_of(flags, ignore_others=True)
         ratio = planned(training, config, bits_per_second(rate), vanilla_free, ours_free, flags)
         each = grouped[*here, variant, rate]
         spread = (max(each) - min(each)) / vanilla

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from scripts.hosts.network import UNSHAPED
 
+_TRIAL = 14
+"""Largest number of iterations until a trial has chosen, if none of them is skipped."""
+
 
 @dataclass
 class Plan:
@@ -44,9 +47,10 @@ def plans(rates: Sequence[str], *, chooses: bool, each: int, cycles: int, warm_u
     """Return the plans of the runs that measure one variant: a single run for all rates, unless the variant `chooses`
     by the links.
 
-    A variant that chooses at the start of a run (`--dp-compression-stages auto`) must see the rate at which it is
-    measured: it gets a run for each rate, with as many measured iterations.
+    A variant that chooses at the start of a run, by a trial, must see the rate at which it is measured: it gets a run
+    for each rate, with as many measured iterations after the trial.
     """
     if not chooses:
         return [Plan(rate_list(rates, each=each, cycles=cycles, warm_up=warm_up), warm_up)]
+    warm_up = max(warm_up, _TRIAL)
     return [Plan([rate] * (warm_up + each * cycles), warm_up) for rate in rates]

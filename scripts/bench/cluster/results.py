@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
+from optimus_cc_ext.techniques.trial import on_trial
 from optimus_cc_ext.tools.report.table import Cell, Table
 from scripts.bench.cluster.run import Iteration, Run
 from scripts.experiments.models import MODELS, Layout, Training
@@ -122,9 +123,9 @@ def _after_warm_up(run: Run) -> list[Iteration]:
 
 
 def chooses_by_the_links(flags: Sequence[str], layout: Layout, model: str) -> bool:
-    """Return whether a variant measures at its start which stages it compresses."""
+    """Return whether a variant measures at its start whether it compresses."""
     config = Training(layout=layout, model=MODELS[model]).config_of(flags, ignore_others=True)
-    return config.dp_compression and config.dp_compression_stages == "auto"
+    return bool(on_trial(config))
 
 
 def losses_agree(runs: Sequence[Run]) -> bool:

@@ -1,5 +1,6 @@
 """One training run: torchrun on each host, the log followed, and the links' rate changed during the run."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ _TRAFFIC = {
     tag: (f"optimus-cc/{tag} sent bytes", f"optimus-cc/{tag} raw bytes")
     for tag in (*(traffic.tag for traffic in CLASSES), BETWEEN_NODES)
 }
-_FORECASTS = (f"{_OURS}forecast", f"{_OURS}--dp-compression-stages auto:")
+_TRIAL = re.compile(rf"{_OURS}(?:iterations \d+ to \d+: dense|no trial)")
 
 
 @dataclass
@@ -60,8 +61,8 @@ class Run:
     techniques: str = ""
     """Techniques that the hooks' log line says are on."""
 
-    forecast: list[str] = field(default_factory=list)
-    """Log lines of the forecast: measured rates, chosen stages, predicted gains."""
+    trial: list[str] = field(default_factory=list)
+    """Log lines of the trial: its seconds, and its choice."""
 
     iterations: list[Iteration] = field(default_factory=list)
     log: str = ""
@@ -122,8 +123,17 @@ def train(
     with network(layout.hosts) as hosts:
         hosts.set_rate(plan.rates[0])
         follower = _Follower(run, hosts, plan, on_iteration)
-        launch(flags, folder, follower.take, deadline, ranks=layout.ranks_per_host, device=device, hosts=hosts)
+        launch(
+            flags,
+            folder,
+            follower.take,
+            deadline,
+            ranks=layout.ranks_per_host,
+            device=device,
+            hosts=hosts,
+            may_try=True,
+        )
     lines = lines_in(folder)
     run.techniques = next((found for line in lines if (found := parse_techniques(line))), "")
-    run.forecast = [line.removeprefix(_OURS) for line in lines if line.startswith(_FORECASTS)]
+    run.trial = [line.removeprefix(_OURS) for line in lines if _TRIAL.match(line)]
     return run

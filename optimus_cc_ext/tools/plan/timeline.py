@@ -1,7 +1,5 @@
 """Seconds of an iteration on given links: the cost of each class of traffic, and a simulation of 1F1B. Needs no torch.
 
-The forecast passes the measurements of every rank, the planner computed costs for one rank of each stage.
-
 The gradients of an iteration are reduced when the last stage has reduced its own, because the optimizer needs the norm
 of all of them. So compression gains nothing on a stage whose dense reduction fits into its slack, the time that other
 stages still need.
@@ -19,14 +17,8 @@ from optimus_cc_ext.techniques.schedule import Pass, Schedule
 
 __all__ = [
     "FREE", "ClassCost", "IterationTimes", "Link", "RankCost", "Rate", "Sent", "StageCost", "Switches", "When",
-    "iteration", "last_backward_ends", "left_after_backward", "reduced_after", "reduction", "smallest_useful",
-    "useful_stages",
+    "iteration", "last_backward_ends", "left_after_backward", "reduced_after", "reduction",
 ]  # fmt: skip
-
-INDIFFERENT = 0.025
-"""Relative difference of iteration times below which compression is not worth its loss of accuracy, and which no
-measurement here can resolve.
-"""
 
 
 class When(Enum):
@@ -244,26 +236,6 @@ def iteration(
     )
 
 
-def useful_stages(
-    ranks: Sequence[RankCost],
-    schedule: Schedule,
-    switches: Switches,
-    name: str,
-    compute: Callable[[Sequence[RankCost], Schedule, Switches], IterationTimes] = iteration,
-) -> frozenset[int]:
-    """Choose the stages that compress the class `name`, a reduction over replicas; `smallest_useful` has the rule.
-
-    Args:
-        ranks, schedule, switches: arguments of `iteration`; the stages that `switches` has for `name` are ignored.
-        compute: `iteration`, or a function that calls it with further arguments.
-    """
-    everywhere = frozenset(range(schedule.stages))
-    dense, compressed = (
-        compute(ranks, schedule, switches.where(name, stages)) for stages in (frozenset[int](), everywhere)
-    )
-    return smallest_useful(dense.ends, dense.reductions, compressed.reductions, dense.embedding)
-
-
 def _sent(rank: RankCost, switches: Switches, when: When, link: Link | None = None) -> list[Sent]:
     """Return the transfers of a rank in one place of the iteration, in the format in which its stage sends them."""
     return [
@@ -399,25 +371,3 @@ def left_after_backward(reduction: float, backward: float, buckets: int, later: 
     """
     whole, until_the_last = reduction + later, min(2, buckets) * later / buckets
     return max(reduction / buckets + until_the_last, whole - backward * (buckets - 1) / buckets)
-
-
-def smallest_useful(
-    backward_ends: Sequence[float], dense: Sequence[float], compressed: Sequence[float], embedding: float
-) -> frozenset[int]:
-    """Return the fewest stages whose compression makes the iteration as short as any choice of stages can, within
-    `INDIFFERENT`.
-
-    Compression costs accuracy, so a stage whose dense reduction does not hold up the iteration stays dense.
-    """
-
-    def seconds(chosen: frozenset[int]) -> float:
-        reductions = [compressed[s] if s in chosen else dense[s] for s in range(len(dense))]
-        return reduced_after(backward_ends, reductions, embedding)
-
-    chosen = frozenset(s for s in range(len(dense)) if compressed[s] < dense[s])
-    shortest = seconds(chosen)
-    # The stage that saves least is the first to be left dense.
-    for stage in sorted(chosen, key=lambda s: dense[s] - compressed[s]):
-        if seconds(chosen - {stage}) <= shortest * (1 + INDIFFERENT):
-            chosen -= {stage}
-    return chosen
