@@ -216,14 +216,6 @@ class ExchangePlan:
         return max(self.senders * max(2 * gradients, sums), received * self.dtype.itemsize + total * 4)
 
     @property
-    def table_bytes(self) -> int:
-        """Upper bound of the bytes of the kernels' tables on a GPU: 8 for a block or for 128 dense values.
-
-        There is a table for all messages, and one for the message of a rank.
-        """
-        return 8 * (self.senders + 1) * (self.layout.blocks + 2 * -(-self.layout.dense_numel // BLOCK))
-
-    @property
     def inside_bytes(self) -> int:
         """Bytes that one rank sends inside its node: for the sums, and without the distributed optimizer to gather
         them.

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.collectives.calls import connect
-from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool
 from optimus_cc_ext.collectives.reducers import Reducer, Reduction, SideStream
@@ -26,7 +25,7 @@ from optimus_cc_ext.techniques.bucket_plan import GroupPlan, ReductionPlan
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
-from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan, LowRankReducer, LowRankTools
+from optimus_cc_ext.techniques.low_rank_gradients import LowRankReducer, LowRankTools
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 

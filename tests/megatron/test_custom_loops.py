@@ -189,7 +189,7 @@ def a_model_on_two_of_three_ranks(changes: dict[str, Any]) -> str:
     if torch.distributed.get_rank() < 2:
         model = own_loops.build(2, groups)
         handle = attached(model, OptimusConfig(**changes))
-        for _ in range(3):  # the forecast measures before the third pass
+        for _ in range(3):
             with handle.step() as step:
                 own_loops.pass_of(model, groups)
                 step.done()

@@ -28,7 +28,7 @@ OURS = {
     "paper": "--optimus-cc --dp-compression-rank 4 --compressed-backprop-rank 4 --dp-compression-stages all",
 }
 MOST_SECONDS, MOST_MB = 15, 200
-"""CPU-seconds and memory of a rank beyond vanilla's, over start, forecast, three iterations and a checkpoint."""
+"""CPU-seconds and memory of a rank beyond vanilla's, over start, three iterations and a checkpoint."""
 
 START_UP_SECONDS = 2
 

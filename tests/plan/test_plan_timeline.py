@@ -1,4 +1,4 @@
-"""One simulation for the forecast and the planner: its steady state continued, and its numbers in both."""
+"""The simulation of the planner: its steady state continued, and its numbers."""
 
 from dataclasses import replace
 
