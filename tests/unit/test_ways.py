@@ -85,6 +85,12 @@ def test_a_way_wins_by_its_median_once_the_ranges_lie_apart_and_compression_has_
         assert twice is not None, "a second round decides in any case"
 
 
+def test_after_two_rounds_medians_decide_and_not_the_luckiest_step() -> None:
+    lucky = iter([1.0, *[2.0] * 5])
+    choice, _ = verdict([next(lucky) if letter == "D" else 1.5 for letter in "DAADDAADDAAD"], "balanced")
+    assert choice is True
+
+
 def preset(flags: str = "", **changes: Any) -> OptimusConfig:
     return config_of(f"--optimus-cc balanced {flags}".split(), LAYOUT).replace(**changes)
 
