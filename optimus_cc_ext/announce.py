@@ -6,8 +6,6 @@ import logging
 
 from optimus_cc_ext.errors import named_fields
 
-__all__ = ["COMMUNICATORS", "COMPRESSION_STATE", "MESSAGE_BUFFERS", "on_standard_output", "say"]
-
 COMPRESSION_STATE = "compression state"
 """Name of the memory for residuals and warm starts, which outlive a step."""
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["Patches", "around"]
-
 _ABSENT = object()
 
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-__all__ = ["Placement", "placement_line"]
-
 _MEGATRONS = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
 """Megatron's abbreviations of the kinds of parallelism."""
 

@@ -13,8 +13,6 @@ from types import FunctionType, ModuleType
 
 from optimus_cc_ext.errors import OptimusError, ends_the_run, exit_with, require_megatron, require_torch
 
-__all__ = ["launch", "prepare", "prepare_script"]
-
 OWN_ENTRY = "optimus_cc_ext.tools.pretrain_gpt"
 """The entry point for users without a script of their own. Training on GPUs with a script needs nothing of tools/."""
 

@@ -16,8 +16,6 @@ from optimus_cc_ext.checkpoint.loading import FoundCheckpoint, Resume
 from optimus_cc_ext.checkpoint.resuming import settings_of
 from optimus_cc_ext.checkpoint.saving import Remembers, Save, on_all_ranks
 
-__all__ = ["resume", "resume_beside", "save_beside", "stage"]
-
 _TOPOLOGY = {
     "the number of ranks": "world_size",
     "--tensor-model-parallel-size": "tensor_model_parallel_size",

@@ -12,8 +12,6 @@ from optimus_cc_ext.checkpoint.resuming import Resumption, decide
 from optimus_cc_ext.checkpoint.saving import Remembers, on_all_ranks
 from optimus_cc_ext.errors import OptimusError
 
-__all__ = ["FoundCheckpoint", "Resume"]
-
 
 @dataclass(frozen=True)
 class FoundCheckpoint:

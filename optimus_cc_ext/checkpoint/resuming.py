@@ -8,8 +8,6 @@ from optimus_cc_ext.checkpoint.state_files import Manifest
 from optimus_cc_ext.config import OptimusConfig, flag_of
 from optimus_cc_ext.config.classes import CLASSES, PIPELINE_BACKWARD, class_named
 
-__all__ = ["Resumption", "decide", "settings_of"]
-
 _NO_STATE = "the checkpoint does not contain it"
 
 

@@ -22,8 +22,6 @@ from optimus_cc_ext.checkpoint.state_files import Manifest, RankFile
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import OptimusError
 
-__all__ = ["Remembers", "Save", "on_all_ranks", "rehearse"]
-
 _PREPARING_FAILED = "preparing to save the compression state failed: "
 _UNFIT = "--save: low rank has a state to save on each rank, which int8 and int4 (--optimus-cc balanced) have not, and "
 _WRITING_FAILED = "writing the compression state failed: "

@@ -26,25 +26,6 @@ import torch
 from optimus_cc_ext.config.classes import class_named
 from optimus_cc_ext.errors import OptimusError, UnknownName
 
-__all__ = [
-    "FOLDER",
-    "MANIFEST",
-    "DamagedState",
-    "Manifest",
-    "RankFile",
-    "check_room",
-    "copy_on_host",
-    "new_mark",
-    "publish",
-    "read_manifest",
-    "read_rank_file",
-    "staging_folder",
-    "start_staging",
-    "tensor_bytes",
-    "write_manifest",
-    "write_rank_file",
-]
-
 FOLDER = "optimus_cc"
 """Name of our folder within the folder of a checkpoint's iteration."""
 

@@ -8,18 +8,6 @@ import torch.distributed as dist
 
 from optimus_cc_ext.errors import OptimusError
 
-__all__ = [
-    "PendingCollective",
-    "all_reduce_sum",
-    "connect",
-    "start_all_gather",
-    "start_all_to_all",
-    "start_reduce_scatter",
-    "start_reduce_scatters",
-    "start_reduce_scatters_in_fp32",
-    "start_sum",
-]
-
 
 class PendingCollective:
     """Collective over a group; it is started when this object is made, and finished by `wait`.

@@ -68,8 +68,6 @@ from optimus_cc_ext.collectives.traffic import (
 from optimus_cc_ext.compressors.blocks import BlockLayout, joined
 from optimus_cc_ext.compressors.formats import BLOCK
 
-__all__ = ["Exchange", "ExchangePlan", "GatheredSum", "sent_alone"]
-
 _INSIDE = "gradient reduction inside a node"
 
 

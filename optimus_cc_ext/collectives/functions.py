@@ -18,8 +18,6 @@ from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels, levels_of, this_
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, format_named
 
-__all__ = ["Work", "all_gather_into_tensor", "all_reduce", "levels", "reduce_scatter_tensor"]
-
 Group = dist.ProcessGroup | Groups | None
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

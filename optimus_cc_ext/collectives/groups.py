@@ -14,8 +14,6 @@ from optimus_cc_ext.collectives.ranges import Range
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.patching import Patches
 
-__all__ = ["Groups", "names_of", "nccl_options", "new_group"]
-
 
 @dataclass(frozen=True)
 class Groups:

@@ -12,8 +12,6 @@ from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format, format_named
 from optimus_cc_ext.metrics.gauge import Gauge
 
-__all__ = ["AllGather", "BlockCodecs", "Formats", "MessagePool", "Tools", "message_bytes"]
-
 
 class Formats(NamedTuple):
     """Names of the block formats of one exchange."""

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ONE_LEVEL", "VARIABLE", "Levels", "Node", "levels_of", "nodes_line", "ranks_per_node", "this_node"]
-
 VARIABLE = "OPTIMUS_CC_NODE"
 """Environment variable that names the node of a rank, whatever its machine: containers, network namespaces, or a domain
 of several machines. `ranks:L` stands for nodes of L consecutive ranks each.

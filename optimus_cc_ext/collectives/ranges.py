@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Range", "cut", "dealt", "views", "within"]
-
 Range = tuple[int, int]
 """Range of a flat tensor, as (start, length) in elements."""
 

@@ -19,8 +19,6 @@ from optimus_cc_ext.collectives.ranges import Range, views
 from optimus_cc_ext.collectives.traffic import all_reduce_bytes, leaving_instances, leaving_ring, sharded_bytes
 from optimus_cc_ext.compressors.blocks import joined
 
-__all__ = ["DensePlan", "DenseReducer", "Reducer", "Reduction", "SideStream"]
-
 
 class Reducer(ABC):
     """Interface of the objects that replace gradients in a bucket by their sums over the replicas, in three phases.

@@ -4,11 +4,6 @@ These are logical bytes per rank by the usual formulas: a ring all-reduce of V b
 per rank, a reduce-scatter or an all-gather half of that. The bytes on a real transport can differ.
 """
 
-__all__ = [
-    "all_reduce_bytes", "exchanged_bytes", "leaving_exchange", "leaving_instances", "leaving_ring",
-    "reduce_scatter_bytes", "sharded_bytes",
-]  # fmt: skip
-
 
 def all_reduce_bytes(nbytes: int, ranks: int) -> int:
     """Return the bytes that one rank sends in a ring all-reduce of `nbytes` over `ranks` ranks."""

@@ -25,8 +25,6 @@ from optimus_cc_ext.compressors.numerics import fp32_products, keep_in_range
 from optimus_cc_ext.compressors.packing import PACKINGS
 from optimus_cc_ext.compressors.scratch import Scratch
 
-__all__ = ["BlockLayout", "Codec", "Piece", "blocks_in", "hadamard", "joined"]
-
 _ALIGNMENT = 16
 """Bytes that a GPU loads at once. The sections of a message begin at multiples of this number."""
 

@@ -12,8 +12,6 @@ from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.low_rank import FastLowRank, LowRank
 from optimus_cc_ext.compressors.numerics import private_generator
 
-__all__ = ["Needed", "copy_unless", "fast_codec", "fast_compressor", "kernels", "use_torch"]
-
 
 def fast_compressor() -> LowRank:
     if not _triton_applies():

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BLOCK", "FORMATS", "SUM_FORMAT", "Format", "block_format", "format_named"]
-
 BLOCK = 128
 """Number of values that share a scale. Layouts and kernels know this size only; each Format repeats it, for code that
 counts bytes.

@@ -24,11 +24,6 @@ from optimus_cc_ext.compressors.numerics import fp32_products
 from optimus_cc_ext.compressors.orthogonalize import cholesky_qr, cholesky_qr_all, gram_schmidt
 from optimus_cc_ext.compressors.scratch import Scratch
 
-__all__ = [
-    "FastLowRank", "LowRank", "PackedFactors", "ReferenceLowRank", "effective_rank", "initial_q", "next_warm_start",
-    "next_warm_starts", "packed_numel", "pays",
-]  # fmt: skip
-
 
 def effective_rank(n: int, m: int, compression_rank: int) -> int:
     """Return the rank to which an (n, m) matrix is really compressed: min(n, m, compression_rank).

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["fp32_products", "keep_in_range", "private_generator"]
-
 
 @contextmanager
 def fp32_products() -> Iterator[None]:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from optimus_cc_ext.compressors.scratch import Scratch
 
-__all__ = ["cholesky_qr", "cholesky_qr_all", "gram_schmidt"]
-
 _FEWEST_FLOPS_FOR_FP32 = 1 << 23
 """Operations of one matrix's Gram matrix on a CPU below which fp64 is as fast as fp32."""
 

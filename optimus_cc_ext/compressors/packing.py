@@ -9,8 +9,6 @@ from torch import Tensor
 from optimus_cc_ext.compressors.formats import BLOCK, Format
 from optimus_cc_ext.compressors.scratch import Scratch
 
-__all__ = ["PACKINGS", "Packing"]
-
 
 class Packing(ABC):
     """Packing of codes into bytes: one class for each `Format.packing`."""

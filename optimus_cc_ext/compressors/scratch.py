@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["Scratch"]
-
 
 class Scratch:
     """Scratch tensors by name. A tensor's contents are valid until its name is taken again.

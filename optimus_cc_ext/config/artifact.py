@@ -13,11 +13,6 @@ from typing import Any
 from optimus_cc_ext.config.options import flag_of
 from optimus_cc_ext.errors import FlagError
 
-__all__ = [
-    "ARTIFACT_DEFAULTS", "ARTIFACT_FLAGS", "REMOVED_FLAGS", "add_artifact_flags", "add_removed_flags",
-    "given_artifact_flags", "take_notes",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class OldFlag:

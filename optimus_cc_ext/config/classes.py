@@ -26,13 +26,6 @@ from optimus_cc_ext.config.options import (
 )
 from optimus_cc_ext.errors import FlagError, UnknownName
 
-__all__ = [
-    "CLASSES", "DP_GRADIENTS", "EMBEDDING", "EXPERT_DISPATCH", "EXPERT_GRADIENT", "PARAM_GATHER", "PIPELINE_BACKWARD",
-    "PIPELINE_FORWARD", "CompressedBackpropConfig", "DataParallelCompressionConfig", "ExpertDispatchConfig",
-    "ExpertGradientConfig", "FusedEmbeddingSyncConfig", "Need", "ParamGatherConfig", "PipelineForwardConfig",
-    "TrafficClass", "class_named",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Need:

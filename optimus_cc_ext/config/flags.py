@@ -16,8 +16,6 @@ from optimus_cc_ext.config.optimus_config import OptimusConfig
 from optimus_cc_ext.config.options import GONE_FORMATS, default_of, flag_of, literals_of, type_of, values_of
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["PRESETS", "Request", "add_flags", "request_from"]
-
 PRESETS = ("paper", "balanced")
 """The presets of `--optimus-cc`; the flag alone selects the first one."""
 

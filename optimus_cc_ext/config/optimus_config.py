@@ -24,8 +24,6 @@ from optimus_cc_ext.config.classes import (
 from optimus_cc_ext.config.options import Values, completed, option
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["CLASSES_BY_FLAG", "OptimusConfig", "OptimusFields"]
-
 
 class OptimusFields(TypedDict, total=False):
     """The fields of `OptimusConfig` as keyword arguments, for type checkers; a test compares the two."""

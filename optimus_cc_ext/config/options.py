@@ -13,12 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 from optimus_cc_ext.errors import FlagError
 
-__all__ = [
-    "FRACTION", "GONE_FORMATS", "RANK", "STAGES", "Follows", "Options", "Values", "completed", "default_of", "flag_of",
-    "literals_of", "option", "type_of", "values_of",
-]  # fmt: skip
-
-
 GONE_FORMATS = {"fp8": ("fp8 is gone, because int8 has a fourth of its error in as many bytes", "Give int8")}
 """Formats of earlier versions, each with the reason and the cure of its refusal."""
 

@@ -20,18 +20,6 @@ from optimus_cc_ext.config.options import flag_of
 from optimus_cc_ext.config.refusals import Refusal, conflicts, refusal_of, remarks
 from optimus_cc_ext.errors import FlagError
 
-__all__ = [
-    "Layout",
-    "Resolution",
-    "amplified",
-    "check_layout",
-    "config_of",
-    "describe",
-    "experts_in",
-    "resolve",
-    "saves_nothing",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:

@@ -25,9 +25,6 @@ from optimus_cc_ext.config.classes import (
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
 from optimus_cc_ext.errors import FlagError
 
-__all__ = ["REFUSALS", "Refusal", "conflicts", "refusal_of", "refuse_unsupported", "remarks"]
-
-
 _GRADIENTS = (EMBEDDING, DP_GRADIENTS)
 _BUFFERS = (*_GRADIENTS, PARAM_GATHER)
 _MESSAGES = (PIPELINE_FORWARD, PIPELINE_BACKWARD)

@@ -16,8 +16,6 @@ from optimus_cc_ext.hooks.facts import layout_from
 from optimus_cc_ext.hooks.registry import Seam, check_one_megatron
 from optimus_cc_ext.patching import around
 
-__all__ = ["bypassed", "prepare_parser", "wraps"]
-
 _MODULE = "megatron.training.arguments"
 _IMPORTED_BY = ("megatron.training.initialize",)
 """Modules that import Megatron's parsing functions by name: in 0.17, `pretrain()` initializes Megatron and parses by

@@ -28,8 +28,6 @@ from optimus_cc_ext.techniques.groups import close_abandoned
 from optimus_cc_ext.techniques.session import Session
 from optimus_cc_ext.techniques.trial import Trial, WaysByTurns, on_trial
 
-__all__ = ["attach", "compress"]
-
 Choice = Callable[[Layout, argparse.Namespace], tuple[OptimusConfig, Layout]]
 """Chooses the configuration of a model by its layout and Megatron's options, and says by which layout it chose."""
 

@@ -27,8 +27,6 @@ from optimus_cc_ext.hooks.registry import Seam, arguments_of
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["Loading", "prove_saves", "wraps"]
-
 _MODULE = "megatron.training.checkpointing"
 _CALLERS = "megatron.training.training"
 _SAVE = ("iteration", "non_persistent_ckpt")

@@ -9,8 +9,6 @@ from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.patching import around
 
-__all__ = ["copy_parameters", "wraps"]
-
 _TARGET = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params"
 
 

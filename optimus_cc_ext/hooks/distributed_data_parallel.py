@@ -27,13 +27,6 @@ from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = [
-    "check_groups",
-    "grid_of",
-    "join",
-    "take_place",
-]
-
 
 def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> None:
     """Let a model in DistributedDataParallel join a session: attach its gradient buckets.

@@ -12,8 +12,6 @@ from optimus_cc_ext.config.presets import Layout, experts_in
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.techniques.grid import Grid
 
-__all__ = ["as_built", "is_tied", "layout_from", "options_from", "options_of", "tied_embedding"]
-
 _OTHER_NAMES = {
     "num_moe_experts": "num_experts",
     "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",

@@ -17,8 +17,6 @@ from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["all_reduce_word_embedding", "wraps"]
-
 _MODULE = "megatron.core.distributed.finalize_model_grads"
 
 

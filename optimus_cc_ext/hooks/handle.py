@@ -30,8 +30,6 @@ from optimus_cc_ext.hooks.training import training_device
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["Handle", "Off", "close_unless_used", "shared_sessions", "shared_wraps"]
-
 _MADE_BY = "made_by"
 """Key of a state dict for the rank and the settings of the run that saved it."""
 

@@ -22,8 +22,6 @@ from optimus_cc_ext.hooks.sessions import Sessions, layers_of
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["Launch", "all_seams", "launched", "parts_of_megatron", "start"]
-
 _Wraps = list[tuple[Seam, Callable[[Any], Any]]]
 
 _launch: "Launch | None" = None

@@ -23,8 +23,6 @@ from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.session import Session
 from optimus_cc_ext.techniques.transfer import Transfer
 
-__all__ = ["without_device_synchronisation", "wraps"]
-
 _MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 _ROLES = ("send_prev", "recv_prev", "send_next", "recv_next")
 _CLASSES = {"send_prev": PIPELINE_BACKWARD, "send_next": PIPELINE_FORWARD}

@@ -26,14 +26,12 @@ from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER, TrafficCla
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.bucket import Bucket
-from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, replaced_group
-from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord, replaced_group
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.param_gather import Gather, Shards
 from optimus_cc_ext.techniques.selective_stage_compression import BucketGroup
 from optimus_cc_ext.techniques.session import Session
-
-__all__ = ["attach", "finish", "own_shard"]
 
 
 def attach(

@@ -15,8 +15,6 @@ from typing import Any
 from optimus_cc_ext.errors import UnsupportedMegatron
 from optimus_cc_ext.hooks.registry import TESTED, UNSUPPORTED_MEGATRON_VARIABLE, Seam, cure, megatron_version
 
-__all__ = ["ATTRIBUTES", "check_megatron", "importable", "lacking", "parts_of"]
-
 PARSER = "megatron.training.arguments:add_megatron_arguments"
 """The function that adds Megatron's flags; its attributes are those of the arguments, after validation."""
 

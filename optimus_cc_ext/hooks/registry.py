@@ -17,18 +17,6 @@ from typing import Any
 from optimus_cc_ext.errors import UnsupportedMegatron
 from optimus_cc_ext.patching import Patches
 
-__all__ = [
-    "SUPPORTED_MEGATRON",
-    "TESTED",
-    "UNSUPPORTED_MEGATRON_VARIABLE",
-    "AppliedWraps",
-    "Seam",
-    "arguments_of",
-    "check_one_megatron",
-    "cure",
-    "megatron_version",
-]
-
 SUPPORTED_MEGATRON = ("0.17.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
 """Releases of megatron-core that CI tests; the last one is the reference. 0.19.0 is the wheel that Megatron-Bridge 0.6
 uses; 0.19.1 is the version that Megatron-LM reports at the tag core_v0.19.0, and its wheel was withdrawn.

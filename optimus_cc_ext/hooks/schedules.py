@@ -23,8 +23,6 @@ from optimus_cc_ext.techniques.expert_rows import exchange_line
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["forward_backward", "interleaved_schedule", "wraps"]
-
 _MODULE = "megatron.core.pipeline_parallel.schedules"
 _INTERLEAVED = "forward_backward_pipelining_with_interleaving"
 _SCHEDULES = ("forward_backward_no_pipelining", _INTERLEAVED, "forward_backward_pipelining_without_interleaving")

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["Sessions", "bucket_groups_of", "layers_of"]
-
 
 class _Passes(threading.local):
     """Open passes of a thread: while a model trains, another thread may generate with a model of its own."""

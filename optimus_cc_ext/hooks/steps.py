@@ -17,8 +17,6 @@ from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["Step", "check_messages", "check_optimizer", "follow"]
-
 _DOORS = ("step", "step_with_ready_grads", "prepare_grads")
 """The methods of an optimizer by which a training loop updates parameters, or learns that there will be no update."""
 

@@ -14,8 +14,6 @@ from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.expert_rows import RowExchange
 
-__all__ = ["wraps"]
-
 _TARGET = "megatron.core.transformer.moe.token_dispatcher:all_to_all"
 
 

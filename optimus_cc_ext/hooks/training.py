@@ -13,8 +13,6 @@ from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
 from optimus_cc_ext.techniques.session import Session
 
-__all__ = ["SETUP", "STEP", "train_step", "training_device", "training_log", "wraps"]
-
 _MODULE = "megatron.training.training"
 SETUP, STEP = f"{_MODULE}:setup_model_and_optimizer", f"{_MODULE}:train_step"
 _SKIPPED = 1

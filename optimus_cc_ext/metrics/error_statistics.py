@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ErrorStatistics", "StatisticsSums"]
-
 
 @dataclass(frozen=True)
 class StatisticsSums:

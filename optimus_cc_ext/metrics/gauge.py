@@ -8,8 +8,6 @@ import torch
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
 
-__all__ = ["Gauge", "norm"]
-
 
 def norm(tensor: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     """Return the Frobenius norm of `tensor`, 0-dim fp64, in scratch memory.

@@ -18,8 +18,6 @@ from optimus_cc_ext.metrics.error_statistics import StatisticsSums
 from optimus_cc_ext.metrics.gauge import Gauge, norm
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 
-__all__ = ["ErrorAlarm", "Report", "StageMetrics", "TechniqueMetrics", "collect", "technique_metrics"]
-
 FACTOR = 3.0
 """Ratio of an error to its running mean above which `ErrorAlarm` warns."""
 

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["Stopwatch"]
-
 
 class Stopwatch:
     """Durations of one process, by name."""

@@ -5,9 +5,6 @@ A point-to-point message counts once, at its sender; `collectives/traffic.py` ha
 
 from optimus_cc_ext.config.classes import CLASSES, TrafficClass
 
-__all__ = ["BETWEEN_NODES", "FALLBACK", "Traffic"]
-
-
 BETWEEN_NODES = "between nodes"
 """The name of the bytes of all classes that leave a node."""
 

@@ -21,9 +21,6 @@ from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.groups import names_of
 from optimus_cc_ext.techniques.state import state_dtype
 
-__all__ = ["Machine", "agree"]
-
-
 _CURE = (
     "Give every node a GPU, Triton, a C compiler, Python's headers and a folder for compiled kernels "
     "(docs/troubleshooting.md)"

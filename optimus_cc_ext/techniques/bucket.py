@@ -14,8 +14,6 @@ import torch.distributed as dist
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.techniques.bucket_rules import BucketRecord
 
-__all__ = ["Bucket"]
-
 
 @dataclass(frozen=True, eq=False)
 class Bucket:

@@ -27,18 +27,8 @@ from optimus_cc_ext.collectives.traffic import (
     reduce_scatter_bytes,
     sharded_bytes,
 )
-from optimus_cc_ext.techniques.bucket_rules import BucketRecord, BucketRules, ParameterRecord, replaced_group
+from optimus_cc_ext.techniques.bucket_rules import BucketRecord, BucketRules, ParameterRecord
 from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan
-
-__all__ = [
-    "BucketPlan",
-    "BucketRecord",
-    "BucketRules",
-    "GroupPlan",
-    "ParameterRecord",
-    "gather_plan",
-    "replaced_group",
-]
 
 ReductionPlan = DensePlan | ExchangePlan | LowRankPlan
 """The plan of one reduction of a bucket: dense, in blocks of few bits in one level or in two, or as P and Q."""

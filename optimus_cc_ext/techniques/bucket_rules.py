@@ -14,8 +14,6 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 
-__all__ = ["BucketRecord", "BucketRules", "ParameterRecord", "replaced_group"]
-
 
 def replaced_group(sharded: bool) -> str:
     """Return the attribute of Megatron's bucket group that holds the group of the replicas.

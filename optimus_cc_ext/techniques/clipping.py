@@ -8,8 +8,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["MAIN_NORM_GROUP", "UsualClipping", "clip_coefficient"]
-
 MAIN_NORM_GROUP = "main"
 """Name of the parameters that Megatron clips by the norm in its log; other parameters have a `grad_norm_group`."""
 

@@ -33,8 +33,6 @@ from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 from optimus_cc_ext.techniques.transfer import Transfer
 
-__all__ = ["CompressedBackprop", "CompressedForward", "PipelineLink"]
-
 
 class CompressedBackprop(Technique):
     """Compressed activation gradients of this rank: the link to the stage before it, and the link from the stage after

@@ -25,16 +25,6 @@ from optimus_cc_ext.config.classes import (
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.techniques.grid import RankPlace
 
-__all__ = [
-    "adds_up_in_two_levels",
-    "classes_inside",
-    "crossing_lines",
-    "hop_stays_inside",
-    "leaving_roles",
-    "levels_of_group",
-    "levels_of_sums",
-]
-
 
 def hop_stays_inside(
     places: Sequence[RankPlace], tensor_ranks: Collection[int], stage: int, other: int

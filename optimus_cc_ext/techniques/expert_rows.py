@@ -30,8 +30,6 @@ from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
 
-__all__ = ["ExpertRows", "RowExchange", "exchange_bytes", "exchange_line"]
-
 _MEASURED_ROWS = 128
 """Number of rows of an exchange whose errors are measured: an iteration has many exchanges, so that a few rows of each
 show the error, and cost little next to coding.

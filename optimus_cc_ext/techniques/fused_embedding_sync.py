@@ -35,8 +35,6 @@ from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
 
-__all__ = ["FusedEmbeddingSync", "fused_bytes", "unfused_bytes", "union_ranks"]
-
 
 def union_ranks(places: Iterable[RankPlace], stages: int) -> list[list[int]]:
     """Return the ranks of each fused group: the first and the last stage's replicas, per tensor-parallel rank.

@@ -15,8 +15,6 @@ from optimus_cc_ext.collectives.nodes import Node
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.placement import Placement, placement_line
 
-__all__ = ["Grid", "RankPlace"]
-
 _LONGEST_WAIT = timedelta(minutes=10)
 """Default time limit: NCCL's, which is the shorter one of torch's two defaults."""
 

@@ -11,8 +11,6 @@ from optimus_cc_ext.collectives.groups import Groups, names_of, nccl_options, ne
 from optimus_cc_ext.techniques.crossing import levels_of_group
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 
-__all__ = ["NewGroups", "close_abandoned", "communicator_bytes", "communicator_line", "names_of", "new_group"]
-
 
 class NewGroups:
     """Maker of the process groups of one session on one rank.

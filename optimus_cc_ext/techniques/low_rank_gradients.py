@@ -44,9 +44,6 @@ from optimus_cc_ext.techniques.shape_group import EqualMatrices, ShapeGroup, cop
 from optimus_cc_ext.techniques.state import FactorStates, state_bytes
 from optimus_cc_ext.techniques.strided import progressions
 
-__all__ = ["LowRankPlan", "LowRankReducer", "LowRankTools", "PackPlan"]
-
-
 PACKED_UP_TO_BYTES = 1 << 20
 """Largest size of dense runs of a bucket that are sent with P in one collective; longer runs are reduced in place."""
 

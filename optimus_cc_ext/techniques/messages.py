@@ -33,9 +33,6 @@ from optimus_cc_ext.techniques.schedule import Message
 from optimus_cc_ext.techniques.state import FactorState, FactorStates, state_dtype
 from optimus_cc_ext.techniques.transfer import MessageBuffers, Recent, Transfer
 
-__all__ = ["BlockMessages", "DenseMessages", "LinkPlan", "LowRankMessages", "message_bytes"]
-
-
 _MOST_LAYOUTS, _MOST_SHAPES = 16, 4
 """Largest numbers of layouts of a link, and of shapes of which a model chunk keeps residuals. Only messages of variable
 sequence lengths have more: the longest unused one is forgotten, and made again where it is needed."""

@@ -34,8 +34,6 @@ from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 
-__all__ = ["Gather", "ParamGather", "Shards"]
-
 
 class Shards:
     """Parameters of one bucket, of which each replica owns a shard.

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Interleaved", "Message", "NonInterleaved", "Pass", "Schedule", "is_epilogue"]
-
 
 @dataclass(frozen=True, slots=True)
 class Message:

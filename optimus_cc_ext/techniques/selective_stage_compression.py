@@ -29,8 +29,6 @@ from optimus_cc_ext.techniques.low_rank_gradients import LowRankReducer, LowRank
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 
-__all__ = ["BucketGroup", "SelectiveStageCompression", "stages_to_compress"]
-
 
 def stages_to_compress(config: DataParallelCompressionConfig, stages: int) -> frozenset[int]:
     """Return the stages, of 0 .. stages - 1, that compress their gradients."""

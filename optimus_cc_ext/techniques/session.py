@@ -46,8 +46,6 @@ from optimus_cc_ext.techniques.technique import Iteration, StepProgress, Techniq
 from optimus_cc_ext.techniques.transfer import Transfer
 from optimus_cc_ext.techniques.trial import Trial
 
-__all__ = ["Session"]
-
 
 class Session:
     """State of one model's compression on one rank: its grid, techniques and iteration.

@@ -21,8 +21,6 @@ from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 from optimus_cc_ext.techniques.state import FactorState, FactorStates
 from optimus_cc_ext.techniques.strided import Progression, progressions
 
-__all__ = ["EqualMatrices", "ShapeGroup", "copy_if_cast"]
-
 
 @dataclass(frozen=True)
 class EqualMatrices:

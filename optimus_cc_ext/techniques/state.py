@@ -13,8 +13,6 @@ from optimus_cc_ext.compressors.low_rank import LowRank, effective_rank, initial
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 
-__all__ = ["FactorState", "FactorStates", "SteppedTensor", "state_bytes", "state_dtype"]
-
 _Saved = dict[str, torch.Tensor]
 
 

@@ -12,8 +12,6 @@ from functools import cache
 
 import torch
 
-__all__ = ["Progression", "Shared", "progressions"]
-
 PERIOD = 16
 """Largest number of tensors of one shape in a layer for which progressions span all layers."""
 

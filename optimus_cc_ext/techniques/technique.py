@@ -14,8 +14,6 @@ from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.state import FactorStates
 
-__all__ = ["Iteration", "StepProgress", "Technique"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:

@@ -7,8 +7,6 @@ from functools import partial
 
 import torch
 
-__all__ = ["MessageBuffers", "Recent", "Transfer"]
-
 
 def _nothing() -> None:
     return None

@@ -20,8 +20,6 @@ from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.technique import Technique
 
-__all__ = ["Trial", "WaysByTurns", "choice_of_8b301ab", "on_trial", "send_dense", "verdict"]
-
 DENSE, COMPRESSED = True, False
 TIMED = tuple(letter == "D" for letter in "DAADDA" + "ADDAAD")
 """Ways of the timed steps: of the first round, and of the second, for which ranges that overlap ask."""

@@ -16,8 +16,6 @@ from optimus_cc_ext.tools.patch.command import run as run_patch
 from optimus_cc_ext.tools.plan.command import add_arguments as plan_arguments
 from optimus_cc_ext.tools.plan.command import run as run_plan
 
-__all__ = ["build_parser", "main", "shared_folder"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console script; return the exit status: 0, or for doctor the status that training would end with."""

@@ -8,8 +8,6 @@ import sys
 
 from optimus_cc_ext.placement import Placement, placement_line
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Print the placement of the layout on the command line; the launcher calls this."""

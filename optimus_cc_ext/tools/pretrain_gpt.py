@@ -32,8 +32,6 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from optimus_cc_ext.errors import FlagError, exit_with
 
-__all__ = ["main"]
-
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
 
 # Maps attributes of Megatron's arguments to the flag to leave out. These flags need modules that only a checkout has,

@@ -128,7 +128,8 @@ MANY_QUEUES, VANILLAS = 1.07, 1.04
 
 def gathers_decoded_early() -> None:
     """Decode a gather on a side stream, as soon as its messages have arrived."""
-    from optimus_cc_ext.techniques import param_gather, reducers
+    from optimus_cc_ext.collectives import reducers
+    from optimus_cc_ext.techniques import param_gather
 
     side = reducers.SideStream(torch.device("cpu"))
 

@@ -14,8 +14,8 @@ from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.collectives.reducers import DensePlan
 from optimus_cc_ext.collectives.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, gather_plan, replaced_group
-from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, gather_plan
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord, replaced_group
 from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan
 
 RANKS = 4

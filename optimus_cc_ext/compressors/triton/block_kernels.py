@@ -14,8 +14,6 @@ A block is rotated by the Hadamard matrix of 32 x 32, quarter by quarter, and by
 import triton
 import triton.language as tl
 
-__all__ = ["add_up_blocks", "add_up_values", "copy_values", "encode_blocks"]
-
 BLOCK = tl.constexpr(128)
 QUARTER = tl.constexpr(32)
 ROUNDER = tl.constexpr(1.5 * 2.0**23)

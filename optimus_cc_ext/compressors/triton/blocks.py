@@ -21,8 +21,6 @@ if launches.AVAILABLE:
 
     from optimus_cc_ext.compressors.triton import block_kernels
 
-__all__ = ["TritonCodec"]
-
 ROWS = 64
 """Number of blocks that one program works on at a time: the rows that Hopper's and Blackwell's tensor cores multiply at
 once, and as many as fit the registers.

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["VARIABLE", "choose", "one_rank_first", "twice"]
-
 VARIABLE = "TRITON_CACHE_DIR"
 """The environment variable with Triton's folder, which Triton reads at each compilation. A user's own value is kept."""
 

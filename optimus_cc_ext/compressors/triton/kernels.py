@@ -12,10 +12,6 @@ for it would be compiled in the first iteration, and not when a run starts.
 import triton
 import triton.language as tl
 
-__all__ = [
-    "add_up", "copy_unless", "inverse_factor", "multiply_out", "orthonormal", "partial_grams", "sum_and_project",
-]  # fmt: skip
-
 SIXTEEN_EPS = tl.constexpr(2.0**-48)
 """16 times the eps of float64."""
 

@@ -34,23 +34,6 @@ try:
 except ImportError:
     INTERPRETED, AVAILABLE = False, False
 
-__all__ = [
-    "MAX_ORTHOGONALIZED_RANK",
-    "MAX_RANK",
-    "MAX_SPLITS",
-    "OLDEST_TRITON",
-    "TORCH_WITH_IT",
-    "add_up",
-    "back_project",
-    "copy_unless",
-    "lacking",
-    "orthogonalize",
-    "project_sum",
-    "reconstruct",
-    "subtract_reconstruction",
-    "supported",
-]
-
 MAX_RANK = 128
 """Largest rank of the kernels: a tile of P or Q with more columns does not fit in registers."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.compressors.triton import launches
 
-__all__ = ["TritonLowRank"]
-
 
 class TritonLowRank(FastLowRank):
     """Compressor that uses the kernels for matrices that they take, and its parent's torch code for others.

@@ -17,8 +17,6 @@ from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.blocks import WIDEST, TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 
-__all__ = ["failure"]
-
 _SIZE = 256
 """Rows and columns: large enough for every rank that kernels take."""
 

@@ -18,8 +18,6 @@ import torch
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.tools.cpu import cuda_means_cpu, driver, megatron_on_cpu, shared_gpu, torch_cuda
 
-__all__ = ["DEVICE_VARIABLE", "activate", "deactivate", "device_choice", "is_active"]
-
 DEVICE_VARIABLE = "OPTIMUS_CC_DEVICE"
 GPU_FILES = "/dev/nvidia[0-9]*"
 """Device files of NVIDIA's driver, one for each GPU, whether or not PyTorch can use the GPU."""

@@ -17,8 +17,6 @@ from torch.utils import _device as torch_device_mode
 
 from optimus_cc_ext.patching import Patches
 
-__all__ = ["install"]
-
 CPU = torch.device("cpu")
 
 # Megatron distinguishes precisions by these types: isinstance(x, torch.cuda.BFloat16Tensor)

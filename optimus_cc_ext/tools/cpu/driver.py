@@ -2,8 +2,6 @@
 
 import ctypes
 
-__all__ = ["newest_cuda", "too_old"]
-
 
 def newest_cuda() -> int | None:
     """Return the newest CUDA version that the driver supports, such as 12040 for 12.4; None: there is no driver."""

@@ -21,8 +21,6 @@ import torch
 from optimus_cc_ext.patching import Patches
 from optimus_cc_ext.tools.cpu import cuda_means_cpu, torch_cuda
 
-__all__ = ["checkpoint_writer", "install", "use_compiled_helpers"]
-
 PARSER = "megatron.training.arguments:"
 RNG_MODULE = "megatron.core.tensor_parallel.random"
 ASYNC_CALLER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller"

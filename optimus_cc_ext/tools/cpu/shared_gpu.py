@@ -11,8 +11,6 @@ import torch
 
 from optimus_cc_ext.errors import OptimusError
 
-__all__ = ["NAME", "Device", "activate", "device_for"]
-
 NAME = "shared-gpu"
 """Value of OPTIMUS_CC_DEVICE with which ranks share GPUs."""
 

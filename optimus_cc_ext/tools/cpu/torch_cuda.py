@@ -22,8 +22,6 @@ import torch.utils.data.dataloader
 
 from optimus_cc_ext.patching import Patches
 
-__all__ = ["HostEvent", "HostStream", "NoCpuMeaningError", "install", "refuse_the_rest"]
-
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Names that have a meaning without a GPU: exceptions, submodules and facts about the build.
 KEPT = frozenset(("CudaError", "DeferredCudaCallError", "check_error", "cudaStatus", "get_gencode_flags"))

@@ -7,8 +7,6 @@ from pathlib import Path
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.tools.data.prepare import SKIPPED, prepare
 
-__all__ = ["main"]
-
 # Megatron's --split cuts between documents, so that with fewer documents the validation part can be empty.
 _FEW_DOCUMENTS = 100
 

@@ -18,8 +18,6 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 from optimus_cc_ext.errors import OptimusError
 
-__all__ = ["Corpus", "DataError", "Document", "find_corpus", "json_lines"]
-
 # A single text file has no documents of its own, yet Megatron's --split cuts between documents only.
 _CUT_BYTES = 16 * 1024
 

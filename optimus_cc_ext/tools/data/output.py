@@ -11,8 +11,6 @@ from pathlib import Path
 
 from optimus_cc_ext.tools.data.documents import DataError
 
-__all__ = ["check_replaceable", "locked", "replace", "write_whole"]
-
 
 def check_replaceable(target: Path, source: Path, ours: set[str]) -> None:
     """Refuse a `target` that contains the input, or names other than `ours`, because the folder will be replaced.

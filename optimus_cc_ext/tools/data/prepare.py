@@ -21,8 +21,6 @@ from optimus_cc_ext.errors import require_extra
 from optimus_cc_ext.tools.data.documents import Corpus, DataError, Document, find_corpus
 from optimus_cc_ext.tools.data.output import check_replaceable, locked, replace
 
-__all__ = ["PreparedData", "prepare"]
-
 _MANIFEST, SKIPPED = "manifest.json", "skipped.txt"
 _DATASET_FILES = ("corpus.bin", "corpus.idx", "tokenizer/tokenizer.json")
 # By default Megatron writes its index beside the dataset, into a folder of the dataset's name.

@@ -10,8 +10,6 @@ from typing import Any
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.tools.doctor.target import KNOWN_VARIABLES
 
-__all__ = ["CommandLine", "read_command_line"]
-
 _LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher")
 _OURS = "optimus_cc_ext"
 

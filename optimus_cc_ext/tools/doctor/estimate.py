@@ -41,11 +41,6 @@ from optimus_cc_ext.techniques.state import state_dtype
 from optimus_cc_ext.tools.doctor.shapes import NotBuilt, Parameter, stages_of
 from optimus_cc_ext.tools.doctor.tokens import NO_EXPERT_LAYERS, ExpertLayers, Tokens, away
 
-__all__ = [
-    "Gpt", "OnNodes", "bytes_between_nodes", "bytes_by_class", "compression_memory", "gpt_from", "places_of",
-    "tokens_of", "without_gain",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gpt:

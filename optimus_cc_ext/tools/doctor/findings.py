@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Diagnosis", "Finding"]
-
 
 @dataclass(frozen=True)
 class Finding:

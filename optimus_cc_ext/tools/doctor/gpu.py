@@ -10,8 +10,6 @@ from optimus_cc_ext.tools.cpu import driver
 from optimus_cc_ext.tools.doctor.findings import Diagnosis, Finding
 from optimus_cc_ext.tools.doctor.machine import kernels, packages
 
-__all__ = ["FoundGpu", "examine_gpu", "problem"]
-
 NEEDED_BYTES = 8 << 30
 """Largest GPU memory, in bytes, that `scripts/gpu_check.sh` uses."""
 

@@ -12,8 +12,6 @@ from optimus_cc_ext._version import __version__
 from optimus_cc_ext.errors import UnsupportedMegatron, require_megatron, require_torch
 from optimus_cc_ext.tools.doctor.findings import Finding
 
-__all__ = ["find_checkout", "kernels", "packages", "seams", "seams_in_brief"]
-
 PACKAGES = (
     "torch",
     "megatron-core",

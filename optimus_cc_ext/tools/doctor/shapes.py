@@ -20,8 +20,6 @@ from torch.overrides import TorchFunctionMode
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.patching import Patches
 
-__all__ = ["NotBuilt", "Parameter", "fake_world", "stages_of"]
-
 
 @dataclass(frozen=True)
 class Parameter:

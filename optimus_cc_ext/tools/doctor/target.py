@@ -10,9 +10,6 @@ from typing import Any
 
 from optimus_cc_ext.errors import UnknownName
 
-__all__ = ["HERE", "KNOWN_VARIABLES", "NEWEST", "TARGETS", "check_target", "default_target", "emulate", "listed",
-           "missing"]  # fmt: skip
-
 HERE = "here"
 _CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "b200": (10, 0)}
 _MEMORY = {"a100": 80e9, "h100": 80e9, "b200": 180e9}

@@ -18,8 +18,6 @@ from optimus_cc_ext.techniques.expert_rows import exchange_bytes, exchange_line
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.tools.doctor.findings import Finding
 
-__all__ = ["NO_EXPERT_LAYERS", "ExpertLayers", "Tokens", "about_dispatchers", "away"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayers:

@@ -25,8 +25,6 @@ from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.shapes import Latent, Mixture, Model
 from optimus_cc_ext.tools.plan.traffic import activation_bytes
 
-__all__ = ["Verdict", "in_words", "memory_bytes", "schedule_from", "validate"]
-
 _OURS = "optimus-cc: "
 
 

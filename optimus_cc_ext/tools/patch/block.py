@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from optimus_cc_ext.errors import OptimusError
 
-__all__ = ["BLOCK", "Block", "find", "insert", "remove"]
-
 _BEGIN, _END = "# >>> optimus-cc", "# <<< optimus-cc"
 _VERSION = 1
 

@@ -15,8 +15,6 @@ from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.tools.patch.block import Block, find, insert, remove
 from optimus_cc_ext.tools.patch.place import Imports, find_place, parse
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `optimus-cc patch`."""

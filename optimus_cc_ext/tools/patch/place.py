@@ -12,8 +12,6 @@ from pathlib import Path
 
 from optimus_cc_ext.errors import OptimusError
 
-__all__ = ["Imports", "find_place", "parse"]
-
 
 @dataclass
 class Imports:

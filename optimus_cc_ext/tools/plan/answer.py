@@ -19,8 +19,6 @@ from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.traffic import check_memory
 from optimus_cc_ext.tools.plan.variants import WORTH, Band, Variant, config_in
 
-__all__ = ["Answer", "answer_lines", "answers", "class_of", "in_bf16", "recommended", "why"]
-
 ADMITTED = {
     traffic: traffic.presets["balanced"][traffic.format_field] for traffic in CLASSES if "balanced" in traffic.presets
 }

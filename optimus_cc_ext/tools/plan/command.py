@@ -26,8 +26,6 @@ from optimus_cc_ext.tools.plan.variants import VARIANTS, Band, Sweep, Variant, l
 from optimus_cc_ext.tools.report import require as require_report
 from optimus_cc_ext.tools.report.table import Table, printed
 
-__all__ = ["Asked", "WholePlan", "add_arguments", "asked_of", "plan_of", "run", "swept"]
-
 SWEPT = ("balanced", "DP gradients int4", "paper")
 """The variants that a sweep compares with vanilla if no flags of ours are given."""
 

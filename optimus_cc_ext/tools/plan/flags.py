@@ -14,8 +14,6 @@ from optimus_cc_ext.tools.plan.left_out import hybrid_bytes
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.shapes import MODELS, Latent, Mixture, Model
 
-__all__ = ["NOT_MODELLED", "job_of", "layout_flags", "parsed_flags"]
-
 _MODEL = {
     "num-layers": "layers", "hidden-size": "hidden", "num-attention-heads": "heads", "ffn-hidden-size": "ffn",
     "kv-channels": "head_size", "seq-length": "sequence", "padded-vocab-size": "vocabulary",

@@ -14,8 +14,6 @@ from typing import Self
 
 from optimus_cc_ext.tools.plan import PlanError
 
-__all__ = ["CLUSTERS", "GPUS", "Cluster", "Constant", "Gpu", "Network", "cluster_of", "network_of"]
-
 
 class Constant(float):
     """A number with its source."""

@@ -9,8 +9,6 @@ from optimus_cc_ext.tools.plan.seconds import Group, Seconds, all_reduce, all_to
 from optimus_cc_ext.tools.plan.sums import in_blocks
 from optimus_cc_ext.tools.plan.timeline import ClassCost, Link, Sent, When
 
-__all__ = ["CONTENTION", "CONTEXT", "EXPERTS", "TENSOR", "contended", "experts", "inside"]
-
 TENSOR, CONTEXT, EXPERTS = "tensor parallel", "context parallel", "experts' exchange"
 
 CONTENTION = Constant(0.189, "measured", "Lee et al. 2025, arXiv 2507.03114: mean slowdown beside collectives")

@@ -37,8 +37,6 @@ from optimus_cc_ext.tools.plan.traffic import (
     parameter_gather,
 )
 
-__all__ = ["CLASSES", "PlannedIteration", "backward_ends", "breakdown", "iteration", "rank_costs", "schedule_of"]
-
 FORWARD, BACKWARD = classes.PIPELINE_FORWARD.tag, classes.PIPELINE_BACKWARD.tag
 GRADIENTS, EMBEDDING, GATHER = classes.DP_GRADIENTS.tag, classes.EMBEDDING.tag, classes.PARAM_GATHER.tag
 _INSIDE = (TENSOR, CONTEXT, classes.EXPERT_DISPATCH.tag, classes.EXPERT_GRADIENT.tag)

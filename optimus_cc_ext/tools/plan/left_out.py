@@ -16,8 +16,6 @@ from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.seconds import attention, head, layer
 from optimus_cc_ext.tools.plan.sums import ring_bytes
 
-__all__ = ["hybrid_bytes", "left_out"]
-
 Bound = Callable[[Cluster, Job, dict[str, float], str], float]
 """Function of cluster, job, vanilla's breakdown and the option's value. It returns the largest number of seconds of
 computation or messages that the option changes in an iteration.

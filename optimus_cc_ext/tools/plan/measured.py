@@ -23,8 +23,6 @@ from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.traffic import memory
 from optimus_cc_ext.tools.report.log_lines import log_files, parse_techniques, parse_trial, without_prefix
 
-__all__ = ["MeasuredRun", "calibrated", "read_run", "solved", "stated_run"]
-
 LEAST_LINES = 4
 """Smallest number of iterations in a log; the first half is not used."""
 

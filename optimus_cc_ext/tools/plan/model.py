@@ -6,8 +6,6 @@ from typing import Literal
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.shapes import Model
 
-__all__ = ["Job"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

@@ -13,8 +13,6 @@ from optimus_cc_ext.tools.plan.measured import solved
 from optimus_cc_ext.tools.plan.seconds import Group, all_reduce, all_to_all, reduce_scatter
 from optimus_cc_ext.tools.report.log_lines import without_prefix
 
-__all__ = ["with_nccl_tests"]
-
 _COLLECTIVES: dict[str, tuple[Callable[[Cluster, Group, float], float], int]] = {
     "all_reduce_perf": (all_reduce, 2), "alltoall_perf": (all_to_all, 1), "all_gather_perf": (reduce_scatter, 1),
     "reduce_scatter_perf": (reduce_scatter, 1),

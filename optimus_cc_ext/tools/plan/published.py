@@ -20,21 +20,6 @@ from optimus_cc_ext.tools.plan.iteration import iteration
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.shapes import Model
 
-__all__ = [
-    "BAND",
-    "DEEPSPEED",
-    "LARGE_MIXTURE_BAND",
-    "LAUNCHES",
-    "MIXTURE_BAND",
-    "SHIPPED",
-    "SMALL",
-    "Row",
-    "band_of",
-    "nearest",
-    "read_rows",
-    "shipped",
-]
-
 SHIPPED = tuple(Path(__file__).with_name(name) for name in ("public_timings.csv", "mlperf.csv"))
 BAND = {"A100": 0.16, "H100": 0.07}
 """Error that nine of ten held-out rows do not exceed: the error band of a plan's seconds. A test compares it with the

@@ -18,11 +18,6 @@ from optimus_cc_ext.tools.plan.hardware import Cluster, Gpu
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.shapes import Matrix
 
-__all__ = [
-    "OPTIMIZER_BYTES", "RING_SHARE", "Group", "Seconds", "all_reduce", "all_to_all", "attention", "gemm", "head",
-    "layer", "moved", "reduce_scatter", "send", "shared_experts",
-]  # fmt: skip
-
 TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.7))
 """Rows, columns and relative speed of cuBLAS's tiles; assumed, after figures of NVIDIA's guide."""
 

@@ -4,8 +4,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["MODELS", "Latent", "Matrix", "Mixture", "Model"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:

@@ -9,8 +9,6 @@ from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.seconds import Group, all_to_all, moved, reduce_scatter
 from optimus_cc_ext.tools.plan.timeline import Sent
 
-__all__ = ["LAUNCH", "added", "block_sum", "coded_bytes", "in_blocks", "kernel", "ring_bytes", "sum_in_levels"]
-
 LAUNCH = Constant(5e-6, "assumed", "of one kernel")
 
 

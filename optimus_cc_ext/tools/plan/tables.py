@@ -11,8 +11,6 @@ from optimus_cc_ext.tools.plan.traffic import DENSE, MEMORY_ERROR, memory
 from optimus_cc_ext.tools.plan.variants import Gain, Point, Variant
 from optimus_cc_ext.tools.report.table import Cell, Table
 
-__all__ = ["constants", "lines", "needs", "parts", "summary", "sweep"]
-
 
 def summary(found: Sequence[Variant]) -> Table:
     """Return the table of seconds and gain of each variant."""

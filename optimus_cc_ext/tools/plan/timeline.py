@@ -15,11 +15,6 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.techniques.schedule import Pass, Schedule
 
-__all__ = [
-    "FREE", "ClassCost", "IterationTimes", "Link", "RankCost", "Rate", "Sent", "StageCost", "Switches", "When",
-    "iteration", "last_backward_ends", "left_after_backward", "reduced_after", "reduction",
-]  # fmt: skip
-
 
 class When(Enum):
     """Place of a class's seconds in an iteration."""

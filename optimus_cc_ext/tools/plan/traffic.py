@@ -35,11 +35,6 @@ from optimus_cc_ext.tools.plan.sums import (
 )
 from optimus_cc_ext.tools.plan.timeline import Sent
 
-__all__ = [
-    "DENSE", "MEMORY_ERROR", "activation_bytes", "activation_message", "check_memory", "embedding_sum",
-    "gradient_message", "gradient_reduction", "low_rank_values", "memory", "parameter_gather",
-]  # fmt: skip
-
 CONTEXT = Constant(3e9, "assumed", "CUDA's context, NCCL's buffers, fragments")
 
 MEMORY_ERROR = Constant(0.1, "assumed", "two layouts of 16 H800s that ran (Pai-Megatron-Patch 643): 4 and 5 % too high")

@@ -20,11 +20,6 @@ from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.published import band_of
 from optimus_cc_ext.tools.plan.traffic import DENSE, MEMORY_ERROR, check_memory
 
-__all__ = [
-    "VARIANTS", "WORTH", "Band", "Gain", "Point", "Sweep", "Variant", "config_in", "fitting", "layout_of", "layouts",
-    "points", "variants",
-]  # fmt: skip
-
 
 def _each_alone() -> Iterator[tuple[str, str]]:
     """Yield a name and the flags for each class of traffic in each of its formats, with only that class compressed."""

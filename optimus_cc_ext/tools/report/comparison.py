@@ -18,8 +18,6 @@ from optimus_cc_ext.tools.report.document import Box, Part, Picture, Points, Rep
 from optimus_cc_ext.tools.report.record import SECONDS, TRAINING, VALIDATION, Curve, Record, Share, read_run, shares
 from optimus_cc_ext.tools.report.table import Cell, Table, printed
 
-__all__ = ["FILES", "PICTURES", "REQUIRED", "Comparison", "relative", "write_report"]
-
 PICTURES = ("gain", "training_loss", "validation_loss", "seconds", "traffic", "errors")
 """Names of the pictures, without the suffixes `.png`, `.svg` and `.pdf`; a picture without data is not drawn."""
 

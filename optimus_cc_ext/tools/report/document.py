@@ -23,8 +23,6 @@ from optimus_cc_ext.tools.report.table import Table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Box", "Folded", "Fragment", "Number", "Part", "Picture", "Points", "ReportDocument", "machine"]
-
 
 @dataclass(frozen=True)
 class Picture:

@@ -7,11 +7,6 @@ from pathlib import Path
 
 from optimus_cc_ext.config.classes import CLASSES
 
-__all__ = [
-    "Progress", "failure_reason", "log_files", "parse_fallback", "parse_left_dense", "parse_progress", "parse_scalars",
-    "parse_techniques", "parse_trial", "stays_dense", "without_prefix",
-]  # fmt: skip
-
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _STAMP = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
 # What is written in front of a program's lines. torch's own "[rank0]: " stays, because it names the rank that failed.

@@ -10,11 +10,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "GRID", "INK", "PALETTE", "colour", "curves", "gain", "lines", "loss_curves", "panels", "tidy",
-    "traffic_bars",
-]  # fmt: skip
-
 PALETTE = ("#3b6fb6", "#e07b1f", "#2a9d8f", "#c2453d", "#7b5ea7", "#e0a21f", "#5f6b76", "#c66ba8", "#8c6d46")
 INK, GRID, _FAINT = "#24292f", "#e7eaee", "#c9d1da"
 _COLOURS = {

@@ -13,10 +13,6 @@ from optimus_cc_ext.metrics.traffic import FALLBACK
 from optimus_cc_ext.tools.report import ReportError
 from optimus_cc_ext.tools.report.log_lines import Progress, log_files, parse_fallback, parse_progress, parse_scalars
 
-__all__ = [
-    "SECONDS", "TRAINING", "VALIDATION", "Curve", "Record", "Share", "read_events", "read_logs", "read_run", "shares",
-]  # fmt: skip
-
 _EVENTS = "events.out.tfevents.*"
 TRAINING, VALIDATION, SECONDS = "lm loss", "lm loss validation", "iteration-time"
 _BY_SAMPLES = " vs samples"

@@ -9,8 +9,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Cell", "Table", "printed"]
-
 Cell = str | int | float | None
 
 
