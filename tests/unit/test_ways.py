@@ -224,6 +224,14 @@ def test_twenty_steps_that_do_not_give_six_end_the_trial_with_a_reason(caplog: p
     assert trial.grid.asked == 0 and released(trial) == set()  # type: ignore[attr-defined]
 
 
+def test_a_second_round_has_twenty_steps_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    trial = a_trial(2.0, 1.0, 2.1, 2.0, 2.0, 1.0, 1.0, 2.0, 2.0, 1.0, 1.0, 2.0)
+    take(trial, "++" + "+" + "s" * 13 + "+" * 5 + "s" * 13 + "+" * 5)
+    assert trial.open
+    take(trial, "+")
+    assert trial.compressed is True and trial.state is not None, "it was measured"
+
+
 def test_only_the_parameter_gather_looks_ahead() -> None:
     trial = a_trial(ahead=True)
     assert take(trial, "+") == [ALL - {PARAM_GATHER.name}]
