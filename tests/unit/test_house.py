@@ -3,7 +3,10 @@ nothing.
 """
 
 import ast
+import io
+import re
 import sys
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -145,6 +148,24 @@ def test_no_file_is_too_long() -> None:
     files = [*SOURCES.values(), *(ROOT / "tests").rglob("*.py")]
     lengths = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in files}
     assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+def lines_of_code(source: str) -> int:
+    """Return the number of lines without comments, docstrings and blank lines."""
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = [each for each in tokenize.generate_tokens(io.StringIO(source).readline) if each.type not in skipped]
+    code = {line for each in tokens for line in range(each.start[0], each.end[0] + 1)}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            code -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(code)
+
+
+def test_the_readme_says_how_many_lines_the_extension_has() -> None:
+    count = sum(lines_of_code(path.read_text()) for name, path in SOURCES.items() if not name.startswith(TOOLS))
+    print(f"{count} lines of code without {TOOLS}")
+    (said,) = re.findall(r"\*\*Size\*\*: ([\d,]+) lines", (ROOT / "README.md").read_text())
+    assert int(said.replace(",", "")) == round(count, -2)
 
 
 REQUIRED = {"megatron", "numpy", "torch", "triton", "optimus_cc_ext"}
