@@ -278,3 +278,24 @@ def test_a_call_of_ours_that_fails_is_said_and_loses_nothing(form: str, recorded
         ends["a sentence" if outcome.iteration is None else "no matter"] += 1
     resumes = assert_each_resumes(run, [*left.values()], tmp_path)
     print(f"{form}: {len(tried)} faults of {len(calls)} calls: {dict(ends)}; resumed {dict(resumes)}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["torch_dist"])
+def test_a_call_of_megatrons_that_fails_ends_as_without_us(form: str, recorded: Record, tmp_path: Path) -> None:
+    run = recorded(form)
+    start = up_to(run.store, run.end, 2)
+    _, _, calls = fail(run, Trainer(form), None, start, tmp_path / "none")
+    tried = [fault for fault in faults(calls, cycle(ERRORS)) if not is_ours(fault.call)]
+    ends: Counter[str] = Counter()
+    left: dict[frozenset[str], tuple[str, Tree]] = {}
+    for fault in tried:
+        with_us, tree, _ = fail(run, Trainer(form), fault, start, tmp_path / "failed")
+        alone, its, _ = fail(run, Trainer(form, ours=False), fault, without_ours(start), tmp_path / "alone")
+        assert with_us.iteration == alone.iteration, f"{fault}: {with_us}; alone {alone}"
+        assert run.store.tracker(tree) == run.store.tracker(its), f"{fault}: {with_us}; alone {alone}"
+        assert iteration_folder(tree, 2) == iteration_folder(start, 2), f"{fault} lost 2"
+        left.setdefault(run.store.names(tree), (str(fault), tree))
+        ends["ended" if with_us.iteration is None else "no matter"] += 1
+    resumes = assert_each_resumes(run, [*left.values()], tmp_path)
+    print(f"{form}: {len(tried)} faults, each with us and without: {dict(ends)}; resumed {dict(resumes)}")
