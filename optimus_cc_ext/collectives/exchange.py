@@ -178,10 +178,16 @@ class ExchangePlan:
         return BlockLayout(*self.shards)
 
     def layout_of(self, rank: int, start: int = 0) -> BlockLayout:
-        """Make the layout of one rank's message, padded to the common message length; offsets are relative to
-        `start`.
+        """Return the layout of one rank's message, padded to the common message length; offsets are relative to
+        `start`. It is made once, and with it the tables of the kernels, for which the host waits.
         """
-        return self.layout.of_message(rank, start)
+        if (rank, start) not in self._layouts:
+            self._layouts[rank, start] = self.layout.of_message(rank, start)
+        return self._layouts[rank, start]
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[int, int], BlockLayout]:
+        return {}
 
     @property
     def matrices(self) -> int:

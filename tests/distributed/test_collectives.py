@@ -146,7 +146,7 @@ def pair() -> list[dict[str, Any]]:
 
 def _on_a_pair(loop: str) -> dict[str, Any]:
     # The page's loop makes the process group.
-    return {"loss": _page(loop), "edges": _edges(), "refused": _refused(), "kept": _kept()}
+    return {"loss": _page(loop), "edges": _edges(), "refused": _refused(), "made again": _made_again(), "kept": _kept()}
 
 
 def _page(loop: str) -> float:
@@ -217,6 +217,29 @@ def test_other_operations_dtypes_formats_and_lengths_are_refused_by_name(pair) -
                                       "6 values, not 2 times 2", "belong together", "not a row and a column"),
                           strict=True):  # fmt: skip
         assert part in text
+
+
+def _made_again() -> int:
+    """Return the number of layouts, with tables of kernels, that a second call makes."""
+    flat, whole, made = torch.ones(6, 700), torch.ones(2, 6, 700), 0
+    init = BlockLayout.__init__
+
+    def counted(self: BlockLayout, *args: Any) -> None:
+        nonlocal made
+        made += 1
+        init(self, *args)
+
+    for again in (False, True):
+        BlockLayout.__init__ = counted if again else init  # type: ignore[method-assign]
+        collectives.all_reduce(flat, format="int8")
+        collectives.reduce_scatter_tensor(flat[:3], flat, format="int4")
+        collectives.all_gather_into_tensor(whole, flat, format="int4")
+    BlockLayout.__init__ = init  # type: ignore[method-assign]
+    return made
+
+
+def test_a_second_call_makes_no_layout_for_whose_tables_a_gpu_would_wait(pair) -> None:
+    assert [rank["made again"] for rank in pair] == [0, 0]
 
 
 def _kept() -> tuple[int, int, bool]:
