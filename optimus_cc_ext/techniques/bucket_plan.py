@@ -101,21 +101,6 @@ class GroupPlan:
         return any(bucket.warmup is not None for bucket in self.buckets)
 
     @property
-    def low_rank(self) -> list[LowRankPlan]:
-        """Low-rank reductions of the group, which have state."""
-        return [bucket.compressed for bucket in self.buckets if isinstance(bucket.compressed, LowRankPlan)]
-
-    @property
-    def matrices(self) -> list[tuple[int, ParameterRecord]]:
-        """Parameters whose gradients can be compressed, each with the index of its bucket."""
-        return [
-            (index, parameter)
-            for index, bucket in enumerate(self.buckets)
-            for parameter in (bucket.record.parameters if bucket.compresses else ())
-            if self.rules.compresses(parameter)
-        ]
-
-    @property
     def unpaid(self) -> int:
         """Number of buckets that stay dense because their compressed sum would send no fewer bytes than Megatron's."""
         return sum(
@@ -178,23 +163,6 @@ class GroupPlan:
     def gather_leaving_bytes(self, sent: float) -> float:
         """Return the bytes of one rank that leave its node if it sends `sent` bytes in a gather of the parameters."""
         return leaving_ring(sent, self.rules.owners, min(self.rules.beside, self.rules.owners))
-
-    @property
-    def dense_inside_bytes(self) -> int:
-        """Bytes, of `dense_bytes`, that are sent inside an instance of the distributed optimizer; 0 with one
-        instance.
-        """
-        rules = self.rules
-        if rules.instances == 1:
-            return 0
-        numel = sum(bucket.record.numel - bucket.record.tied_numel for bucket in self.buckets)
-        return reduce_scatter_bytes(numel * self.buckets[0].record.dtype.itemsize, rules.owners)
-
-    @property
-    def inside_bytes(self) -> int:
-        """Bytes that one rank sends dense inside its node if gradients are compressed in two levels."""
-        plans = (bucket.compressed for bucket in self.buckets)
-        return sum(plan.inside_bytes for plan in plans if isinstance(plan, ExchangePlan))
 
     def compressed_bytes(self, whole: bool = False) -> int:
         """Return the bytes of a compressed reduction, without a tied embedding; `whole` is the argument of

@@ -74,23 +74,6 @@ class BucketGroup:
         self._compressed: list[Reducer] = []
 
     @property
-    def exchanging(self) -> dist.ProcessGroup:
-        """The ranks whose messages are alike: all replicas, or with several instances of the distributed optimizer
-        those that hold the same shard.
-        """
-        instances, rail = self.groups.levels.instances, self.groups.rail
-        return rail if instances and rail is not None else self.groups.whole
-
-    @property
-    def matrices(self) -> list[torch.Tensor]:
-        """Gradients that can be compressed, as views into the buckets."""
-        flats, found = self.gradients, []
-        for index, record in self.plan.matrices:
-            start, length = record.range
-            found.append(flats[index][start : start + length].view(record.shape))
-        return found
-
-    @property
     def gradients(self) -> list[torch.Tensor]:
         """Gradients of all buckets as they are now, one dimension each."""
         return [bucket.gradients for bucket in self._buckets]
