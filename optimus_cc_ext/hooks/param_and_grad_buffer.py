@@ -90,7 +90,6 @@ def attach(
     if instances > 1 and config.overlap_grad_reduce:
         patches.wrap(bucket_group, "finish_grad_sync", partial(_finish_grad_sync, bucket_group))
     if plan.gather_bytes:
-        session.parameters.dense_bytes += 0 if shards else plan.gather_bytes
         patches.wrap(bucket_group, "start_param_sync", partial(_start_param_sync, session, bucket_group, plan, shards))
 
 

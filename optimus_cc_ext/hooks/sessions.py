@@ -94,11 +94,6 @@ class Sessions:
             # Threads end their passes in any order, and `remove` would take an equal entry of another thread as well.
             del self._open[next(i for i, other in enumerate(self._open) if other is entry)]
 
-    @property
-    def passing_now(self) -> tuple[Session, ...]:
-        """The sessions of the innermost pass that this thread has open."""
-        return self._passes.open[-1]
-
     def with_pipeline(self, group: dist.ProcessGroup) -> Session | None:
         """Return the session of the innermost open pass whose pipeline has the ranks of `group`."""
         for session in self._passes.open[-1]:

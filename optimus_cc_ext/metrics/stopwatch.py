@@ -1,6 +1,5 @@
 """A stopwatch for work on a device. Measuring never waits for the device; reading the times does."""
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -32,17 +31,6 @@ class Stopwatch:
             began = time.perf_counter()
             yield
             self._seconds[name].append(time.perf_counter() - began)
-
-    def median(self, name: str) -> float:
-        """Return the median in seconds, 0 if nothing was recorded; waits for the device. The median ignores a slow
-        first time.
-        """
-        noted = self._read(name)
-        return statistics.median(noted) if noted else 0.0
-
-    def count(self, name: str) -> int:
-        """Return the number of durations; waits for the device."""
-        return len(self._read(name))
 
     def total(self, name: str) -> float:
         """Return the sum of all durations in seconds; waits for the device."""

@@ -172,12 +172,6 @@ def _instance_lines(config: OptimusConfig, places: Sequence[RankPlace], instance
 _INSTANCES = "--num-distributed-optimizer-instances"
 
 
-def adds_up_in_two_levels(config: OptimusConfig, places: Sequence[RankPlace]) -> bool:
-    """Return whether some data-parallel group can add up gradients in two levels, and the flags allow it."""
-    may = config.sums_in_blocks and config.dp_compression_levels != "one"
-    return may and any(levels.two for levels in _levels_of_replicas(places).values())
-
-
 def _runs(ranks: Sequence[int], instances: int) -> list[Sequence[int]]:
     """Return the ranks of each instance of the distributed optimizer, of which Megatron makes runs of equal length."""
     size = len(ranks) // instances

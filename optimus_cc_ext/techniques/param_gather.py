@@ -140,9 +140,6 @@ class ParamGather(Technique):
         # The master copies contain the compression error, so checkpoints need nothing more.
         super().__init__("param_gather", on=False, states=FactorStates(1), gauge=Gauge())
         self.codec = codec
-        self.dense_bytes = 0
-        """Bytes that this rank sends in a gather of the buckets whose parameters are gathered dense."""
-
         self.seen = False
         """True once a step's changes were gathered."""
 
@@ -177,11 +174,6 @@ class ParamGather(Technique):
     def message_bytes(self) -> int:
         """Bytes of memory for messages and for the copies of shards."""
         return sum(shards.nbytes for shards in self.buckets)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sends in a gather of all parameters."""
-        return self.dense_bytes + sum(shards.sent_bytes for shards in self.buckets)
 
     def add_bucket(self, bucket: Bucket, plan: ExchangePlan, groups: Groups) -> Shards:
         """Add a bucket whose parameters are gathered in few bits; the arguments are those of `Shards`.

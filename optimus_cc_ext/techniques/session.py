@@ -28,7 +28,6 @@ from optimus_cc_ext.techniques.agreement import agree
 from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, CompressedForward
 from optimus_cc_ext.techniques.crossing import (
-    adds_up_in_two_levels,
     classes_inside,
     crossing_lines,
     leaving_roles,
@@ -68,9 +67,6 @@ class Session:
 
         self.leaving_roles: frozenset[str] = frozenset()
         """Roles, of `send_prev` and `send_next`, whose messages leave this rank's node."""
-
-        self.two_levels = False
-        """True if some group of replicas can add up gradients in two levels, and the flags allow it."""
 
         self.levels_of_sums: str | None = None
         """Levels in which gradients are added up in blocks, in words; None: no gradients are added up in blocks."""
@@ -206,7 +202,6 @@ class Session:
         places, notes, self._fallback = agree(grid, self.config, layout)
         notes += crossing_lines(self.config, places, layout.instances)
         self.leaving_roles = leaving_roles(places, grid.place.rank, grid.place.stage)
-        self.two_levels = layout.instances == 1 and adds_up_in_two_levels(self.config, places)
         self.levels_of_sums = levels_of_sums(self.config, places, layout.instances)
         inside = classes_inside(places, layout.instances)
         self.left_dense = frozenset(filter(self.config.is_dense_inside, inside))
