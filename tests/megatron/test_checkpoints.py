@@ -17,7 +17,7 @@ from optimus_cc_ext.hooks import start
 from tests.megatron import interventions
 from tests.megatron import runs as table
 from tests.megatron.runs import resumed
-from tests.megatron.specs import Run, full, in_ci, uses
+from tests.megatron.specs import Run, full, uses
 from tests.megatron_runs import run_megatron
 
 PARTS = ("losses", "grad_norms", "random_states", "steps")
@@ -38,7 +38,7 @@ def assert_goes_on(run: Run, whole: Run, iteration: int) -> None:
 @uses(
     (table.SAVED, resumed(table.SAVED, 4)),
     full(table.SAVED_SHARDED, resumed(table.SAVED_SHARDED, 4)),
-    in_ci(table.SAVED_IN_BACKGROUND, resumed(table.SAVED_IN_BACKGROUND, 4)),
+    full(table.SAVED_IN_BACKGROUND, resumed(table.SAVED_IN_BACKGROUND, 4)),
     *(full(run, *(resumed(run, iteration) for iteration in (2, 4, 6))) for run in table.SAVED_OFTEN),
 )
 def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped(runs):
@@ -64,7 +64,7 @@ NOT_PERSISTENT = table.saving(
 ).but("not persistent, in a subfolder", flags="--save {here}/.")  # fmt: skip
 
 
-@uses(in_ci(NOT_PERSISTENT, resumed(NOT_PERSISTENT, 4)))
+@uses(full(NOT_PERSISTENT, resumed(NOT_PERSISTENT, 4)))
 def test_a_run_goes_on_from_a_newer_checkpoint_that_is_not_persistent(runs):
     whole, part = runs
     assert_goes_on(part, whole, 6)

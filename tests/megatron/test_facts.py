@@ -20,8 +20,9 @@ from tests.megatron import own_loops
 from tests.megatron_runs import run_megatron
 
 OF_THE_TRAINING_LOOP = {
-    "enable_msc", "inprocess_restart", "load", "non_persistent_ckpt_type", "non_persistent_global_ckpt_dir",
-    "perform_rl_step", "pretrained_checkpoint", "save", "save_wgrads_interval", "use_sharp", "use_torch_fsdp2",
+    "ckpt_convert_format", "enable_msc", "inprocess_restart", "load", "non_persistent_ckpt_type",
+    "non_persistent_global_ckpt_dir", "perform_rl_step", "pretrained_checkpoint", "save", "save_wgrads_interval",
+    "use_sharp", "use_torch_fsdp2",
 }  # fmt: skip
 """The options that no configuration of a model holds: they belong to Megatron's own loop, checkpoints or network."""
 

@@ -113,7 +113,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_users_script_is_run_as_python_would_run_it(tmp_path: Path, mark: str) -> None:
     folder = tmp_path / "their scripts"
     folder.mkdir()

@@ -4,7 +4,7 @@ from tests.megatron.runs import BLOCKS_TP2, GATHER_TP2, LOSSY_TP2
 from tests.megatron.specs import full, uses
 
 
-@uses(LOSSY_TP2, full(BLOCKS_TP2), GATHER_TP2)
+@uses(LOSSY_TP2, full(BLOCKS_TP2), full(GATHER_TP2))
 def test_replicas_stay_bit_identical_at_rank_4_and_in_blocks(runs):
     by_place = runs.by_place()
     assert len(by_place) == 8

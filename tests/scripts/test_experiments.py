@@ -18,7 +18,7 @@ from scripts.hosts.launch import RunFailed
 from tests.shell_scripts import ROOT
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_finished_run_is_a_row_and_is_not_made_again_unless_flags_or_text_differ(tmp_path: Path) -> None:
     script, counted = tmp_path / "counts.py", tmp_path / "counted"
     script.write_text(f"open({str(counted)!r}, 'a').write('once ')\n")

@@ -47,7 +47,7 @@ LOGGED = (
 WHERE = "Triton's kernels do not work on rank 9 on node3 (Triton is not installed) and on 2 more"
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_the_page_of_a_run_says_that_torch_compressed_and_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

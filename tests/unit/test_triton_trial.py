@@ -49,7 +49,7 @@ class Launched:
 
     def __enter__(self) -> None:
         for module in (kernels, block_kernels):
-            for name in module.__all__:
+            for name in [name for name, value in vars(module).items() if hasattr(value, "fn") and name[0] != "_"]:
                 self._patch.setattr(module, name, _Noting(name, getattr(module, name), self.keys))
 
     def __exit__(self, *unused) -> None:
