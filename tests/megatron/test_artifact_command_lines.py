@@ -85,6 +85,7 @@ def facts_of(args: argparse.Namespace) -> dict[str, Any]:
 OTHERS = [pytest.param(model, marks=pytest.mark.full) for model in MODEL if model != "8.3B"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("model", ["8.3B", *OTHERS])
 def test_at_full_size_it_means_what_the_paper_means(model: str) -> None:
     line = " ".join([MODEL[model], LAYOUT[model], BATCHES, DATA, BACKEND, TRAINING, COMPRESSION])

@@ -6,17 +6,17 @@ import pytest
 
 from tests.megatron import runs as table
 from tests.megatron.interventions import INF_AT, NAN_AT
-from tests.megatron.specs import full, uses
+from tests.megatron.specs import full, in_ci, uses
 from tests.megatron.test_checkpoints import assert_goes_on
 from tests.megatron.test_lossless_limits import NORMS, assert_tied, saved_gradients
 from tests.megatron_runs import last_stage_losses, relative_gap
 
-IN_DEFAULT_TIER = ("overlapped, interleaved, per token",)
+IN_CI = "overlapped, interleaved, per token"
 CASES = [(limit, limit.vanilla, exact) for limit, exact in zip(table.LIMITS, table.EXACT, strict=True)]
 LIMIT_OF = {exact.name: limit for limit, _, exact in CASES}
 
 
-@uses(*((vanilla, exact) if vanilla.name in IN_DEFAULT_TIER else full(vanilla, exact) for _, vanilla, exact in CASES))
+@uses(*((in_ci if vanilla.name == IN_CI else full)(vanilla, exact) for _, vanilla, exact in CASES))
 def test_messages_that_leave_nothing_out_reproduce_vanilla(runs):
     vanilla, ours = runs
     limit = LIMIT_OF[ours.spec.name]

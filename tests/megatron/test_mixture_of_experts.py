@@ -16,7 +16,7 @@ from tests.megatron.runs import (
     ONE_REPLICA,
     TOLERANCE,
 )
-from tests.megatron.specs import Run, full, uses
+from tests.megatron.specs import Run, full, in_ci, uses
 from tests.megatron_runs import last_stage_losses, relative_gap
 
 # A stage's 2 layers have, beside the experts', 2 attention matrices and a router each.
@@ -75,7 +75,7 @@ def test_traffic_of_experts_is_counted_over_their_own_replicas(runs):
         assert 0 < sent < raw
 
 
-@uses((EXPERTS_ALONE, EXPERTS_ALONE_IN_BLOCKS))
+@uses(in_ci(EXPERTS_ALONE, EXPERTS_ALONE_IN_BLOCKS))
 def test_experts_with_one_replica_keep_their_gradients_to_the_bit_and_the_log_names_them(runs):
     vanilla, ours = runs
     for rank, plain in zip(ours.ranks, vanilla.ranks, strict=True):

@@ -68,6 +68,7 @@ def test_the_page_of_a_run_says_that_torch_compressed_and_why(
         assert escape(said) in (tmp_path / f"{run} page" / "index.html").read_text()
 
 
+@pytest.mark.ci
 def test_two_runs_side_by_side_are_a_page_tables_and_pictures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
