@@ -80,6 +80,7 @@ def _synchronise(hosts: list[str], sharded: bool) -> tuple[int, int, bool]:
     return sent[0], sent[1], right
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "sharded", [pytest.param(False, marks=pytest.mark.full), True], ids=["whole gradients", "distributed optimizer"]
 )

@@ -42,7 +42,7 @@ def test_asked_for_whole_gradients_the_shards_are_gathered(runs):
         assert float((ours[name] - expected).norm()) < 1e-4 * float(expected.norm()), name
 
 
-@uses((table.SAVED_BLOCKS, table.resumed(table.SAVED_BLOCKS, 4)))
+@uses(in_ci(table.SAVED_BLOCKS, table.resumed(table.SAVED_BLOCKS, 4)))
 def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped_and_copies_stay_equal(runs):
     whole, part = runs
     assert_goes_on(part, whole, 4)
@@ -82,7 +82,7 @@ def test_activations_are_encoded_one_by_one_and_over_the_wrap_of_interleaving(ru
         assert 0.25 < sent / raw < 0.26, "8.13 bits of 32"
 
 
-@uses(table.SAVED_BLOCKS)
+@uses(in_ci(table.SAVED_BLOCKS))
 def test_each_gather_of_parameters_is_counted_once(runs):
     for rank in runs.ranks:
         raw, sent = rank.ours.traffic["parameter gather"]
@@ -94,7 +94,7 @@ def test_without_the_distributed_optimizer_there_is_none(runs):
     assert all(rank.ours.traffic["parameter gather"] == (0, 0) for rank in runs.ranks)
 
 
-@uses(table.SAVED_BLOCKS, full(table.BLOCKS_TP2))
+@uses(in_ci(table.SAVED_BLOCKS), full(table.BLOCKS_TP2))
 def test_bytes_are_shares_of_what_vanilla_sends(runs):
     sharded = runs.spec is table.SAVED_BLOCKS
     for rank in runs.ranks:

@@ -17,7 +17,7 @@ from optimus_cc_ext.hooks import start
 from tests.megatron import interventions
 from tests.megatron import runs as table
 from tests.megatron.runs import resumed
-from tests.megatron.specs import Run, full, uses
+from tests.megatron.specs import Run, full, in_ci, uses
 from tests.megatron_runs import run_megatron
 
 PARTS = ("losses", "grad_norms", "random_states", "steps")
@@ -211,7 +211,7 @@ def assert_all_ended_before_the_first_step(run: Run) -> str:
     return the_error(run)
 
 
-@uses((table.DAMAGED, table.CURED))
+@uses(in_ci(table.DAMAGED, table.CURED))
 def test_a_damaged_file_of_one_rank_ends_all_ranks_before_any_uses_its_state(runs):
     damaged, cured = runs
     file = damaged.folder / "iter_0000004" / "optimus_cc" / "rank_00002.pt"

@@ -119,7 +119,10 @@ def _prepared(line: str) -> dict[str, Any]:
 CONFLICTS = [(flag, *case) for flag, cases in REFUSED.items() for case in cases]
 
 
-@pytest.mark.parametrize(("flag", "layout", "line", "ours"), CONFLICTS)
+@pytest.mark.parametrize(
+    ("flag", "layout", "line", "ours"),
+    [pytest.param(*case, marks=pytest.mark.ci if n % 2 else ()) for n, case in enumerate(CONFLICTS)],
+)
 def test_a_class_that_its_own_flag_switches_on_is_refused_with_what_it_does_not_work_with(
     flag: str, layout: str, line: str, ours: list[str], outputs: list[str]
 ) -> None:

@@ -146,6 +146,7 @@ def test_a_preset_follows_a_model_that_ties_its_embeddings_otherwise_than_the_co
         assert len(described) == 2 and ("fused embedding sync" in described[1]) == tied
 
 
+@pytest.mark.ci
 def test_a_flag_that_the_built_model_cannot_follow_is_refused_in_a_sentence() -> None:
     before = functools.partial(a_model_that_is_tied, False)
     for run in run_megatron(2, shlex.split(f"{STAGES} --fused-embedding-sync"), before=before):

@@ -4,7 +4,7 @@ from tests.megatron.runs import SAVED_SHARDED, WATCHED
 from tests.megatron.specs import in_ci, uses
 
 
-@uses(in_ci(WATCHED), SAVED_SHARDED)
+@uses(in_ci(WATCHED), in_ci(SAVED_SHARDED))
 def test_after_the_first_iteration_nothing_is_allocated_and_the_host_asks_nothing(runs):
     asked = [rank.asked for rank in runs.ranks]
     seen = {name for rank in asked for name in rank}

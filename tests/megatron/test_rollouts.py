@@ -86,6 +86,7 @@ def dropped(keeping: bool) -> list[int]:
     return found
 
 
+@pytest.mark.ci
 def test_groups_of_dropped_models_are_freed_where_all_their_ranks_dropped_them() -> None:
     for found in run_ranks(4, dropped, False, timeout=150):
         # A dropped model may live until the pass of the next one has run, and its groups one compress() longer.

@@ -152,6 +152,7 @@ def test_a_table_has_every_digit_in_csv_four_in_markdown_and_a_dash_for_what_is_
 # -- page and pictures ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_the_page_is_one_file_and_what_was_given_is_escaped(comparison: Comparison, tmp_path: Path) -> None:
     facts = {"a<b": "my <text> & more"}
     further = [Points.of(["A <remark>."]), Points([*facts.items()]), Folded("c<d", facts)]
