@@ -143,7 +143,7 @@ class ExchangePlan:
 
     @cached_property
     def remainders(self) -> list[Range]:
-        """Ends of runs that cannot be cut evenly into blocks: all ranks sum them dense, in one level."""
+        """Ranges of values that are left over when a run is cut into blocks; all ranks sum them dense, in one level."""
         if self.sharded or self.members == 1:
             return []
         unit = self.members * BLOCK

@@ -93,7 +93,7 @@ def new_group(
 
 
 def nccl_options(group: dist.ProcessGroup) -> Any:
-    """Return a copy of a group's NCCL options; None if another backend runs the group.
+    """Return a copy of a group's NCCL options, or None if the group's backend is not NCCL.
 
     It is a copy because torch writes the ranks and the name of the new group into the options. The copy of a group that
     was split off another one does not name that other one, in which all ranks would have to take part again.
@@ -111,7 +111,7 @@ def nccl_options(group: dist.ProcessGroup) -> Any:
 
 
 def names_of(rank: int, *, more: int = 0) -> int:
-    """Return how many names of process groups `rank` has used up, after adding `more`.
+    """Add `more` to the number of process-group names that `rank` has used, and return that number.
 
     The default group's store counts them, so that counting starts anew with that group.
     """

@@ -1,4 +1,4 @@
-"""Messages in blocks of few bits: the names of their formats, their codecs, their memory, and their gather."""
+"""Messages in block formats of 8 or 4 bits: formats, codecs, buffers, and an all-gather of messages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -88,7 +88,7 @@ class _BucketMessages(MessagePool):
         self._pool, self._memory = pool, torch.empty(0, dtype=torch.uint8)
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return `nbytes` bytes, flat uint8, which all callers share. No message may be under way."""
+        """Return a flat uint8 buffer of `nbytes` bytes, which all callers share: no message may be under way."""
         self._pool.shared_bytes += min(self.nbytes, nbytes)
         if not self.nbytes:
             self._memory = self._pool.take(nbytes, device)

@@ -75,7 +75,7 @@ class WaysByTurns:
 
     @property
     def timing(self) -> bool:
-        """True if the step that begins now is timed."""
+        """True if the next step is timed."""
         return self._warmed >= self.untimed
 
     @property
@@ -179,7 +179,7 @@ class Trial:
     """The choice: True if the classes stay compressed; None: it is open."""
 
     _measured: bool = True
-    """False for a choice that no later run should take over, because nothing was measured."""
+    """False if the trial was given up. A resumed run does not take such a choice over."""
 
     _usual: Any = None
     """The passes of the first step that counts; None: no step counts yet."""
@@ -212,7 +212,7 @@ class Trial:
         return self.open and self._usual not in (None, work)
 
     def end(self, work: object, iteration: int, *, applied: bool, alike: bool) -> None:
-        """End a step, and decide if enough steps count. Collective over all ranks of the model then.
+        """End a step. Once enough steps count, decide, which is a collective of all ranks of the model.
 
         Args:
             work: the passes of the step.

@@ -71,7 +71,7 @@ def messages_of(flat: torch.Tensor, format: str) -> tuple[torch.Tensor, BlockLay
 
 
 def decoded(parts: list[torch.Tensor], format: str) -> torch.Tensor:
-    """Return the sum of what arrives of these tensors, in fp32, in their order, and rounded once."""
+    """Decode the tensors as their receiver does, and add them up in fp32 in their order; round the sum once."""
     coded = [messages_of(part, format) for part in parts]
     out = torch.zeros_like(parts[0])
     codec = fast_codec(format, seed=functions.SEED, rotated=True)

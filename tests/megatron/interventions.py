@@ -252,7 +252,7 @@ def nodes_of(ranks: int) -> None:
 
 
 def forced_way(*, dense: bool) -> None:
-    """Let every step of a trial, and the choice after it, be dense or compressed."""
+    """Force all steps of a trial, and its choice, to be dense or compressed."""
     from optimus_cc_ext.techniques import trial
 
     for name in ("dense", "gathers_dense"):

@@ -28,7 +28,7 @@ STEPS = 9
 
 @contextmanager
 def forced(dense: bool | None) -> Iterator[None]:
-    """Let every step of a trial, and the choice after it, be dense or compressed; None: as the trial says."""
+    """Force all steps of a trial, and its choice, to be dense or compressed. None forces nothing."""
     with pytest.MonkeyPatch.context() as patch:
         if dense is not None:
             for name in ("dense", "gathers_dense"):

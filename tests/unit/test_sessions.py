@@ -76,7 +76,7 @@ def test_a_layer_recomputed_in_autograds_thread_belongs_to_the_open_pass() -> No
 
 
 class _Stub:
-    """Session of which only these attributes, and those that a test sets, are asked for."""
+    """Stand-in for a session, with the attributes that the tested code reads."""
 
     config = OptimusConfig()
     steps_are_announced = False

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from scripts.hosts.network import UNSHAPED
 
 _TRIAL = 14
-"""Largest number of iterations until a trial has chosen, if none of them is skipped."""
+"""Largest number of iterations that a trial takes, if no iteration is skipped."""
 
 
 @dataclass
