@@ -127,6 +127,13 @@ def hook(bucket: Bucket, compression_rank: int, *, batched: bool, starts: Sequen
     return lambda: powerSGD_hook(state, cast(Any, bucket)).wait()
 
 
+_KEPT: list[dist.ProcessGroup] = []
+"""The groups of `one_process`, until the process ends. The hook's last step holds its group, and gloo runs that step on
+a thread of the group's. If that thread dropped the last reference, it would wait for its own end, which aborts the
+process.
+"""
+
+
 @contextmanager
 def one_process(device: torch.device) -> Iterator[dist.ProcessGroup]:
     """Make a default process group of this process only."""
@@ -138,6 +145,7 @@ def one_process(device: torch.device) -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None
+        _KEPT.append(dist.group.WORLD)
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
