@@ -25,7 +25,7 @@ class Groups:
     """The ranks of the group on this rank's node, or in its distributed-optimizer instance; None: one level."""
 
     rail: dist.ProcessGroup | None = None
-    """The rail: one rank of each node, all with the same place inside their nodes; None: one level."""
+    """The rail: one rank of each node, all with the same index inside their node. None means one level."""
 
     beside: int = 1
     """Number of ranks of the group on this rank's node, with this rank; 1 if nodes are not known."""

@@ -75,7 +75,7 @@ class Levels:
     """N: the number of nodes that hold ranks of the group."""
 
     members: int = 1
-    """L: the ranks of the group on each node, which add up exactly; 1: every rank sends to every other (one level)."""
+    """L: the ranks of the group on each node, which add up exactly. With 1, every rank sends to every other."""
 
     reason: str = ""
     """The reason for one level although a node holds several ranks of the group; empty: there is no such node."""

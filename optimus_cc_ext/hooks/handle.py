@@ -113,8 +113,8 @@ class Handle:
         A technique that is missing in the state keeps its present state.
 
         Raises:
-            UnfitState: on all ranks, and nothing is changed: on one of them the state is another rank's, or does not
-                fit the techniques that are switched on here.
+            UnfitState: on every rank, before anything is changed, if one rank's state belongs to another rank or does
+                not fit the techniques that are switched on here.
         """
         session, reason = self._compressing, None
         assert session.grid is not None, "a handle's session has a place"

@@ -146,8 +146,8 @@ class ExpertRows(Technique):
 
 
 class RowExchange(torch.autograd.Function):
-    """Exchange of rows as one node of autograd's graph, because Megatron orders its shared experts by the result's
-    node.
+    """Autograd function of one exchange of rows; a single node of the graph, because Megatron schedules its shared
+    experts by the result's `grad_fn`.
 
     The directions are chosen in the forward pass, because the backward pass may run in another thread.
     """

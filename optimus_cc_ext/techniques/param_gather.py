@@ -8,8 +8,8 @@ Every replica holds all parameters W, in bf16 or fp16; one replica, the owner of
     4. W += decoded D, of every shard                      finish
 
 The owner adds its own decoded message like every other replica, so replicas stay equal to the bit. The compression
-error of a message is part of the next D, because D is taken from the W that all replicas have: no error accumulates
-beyond the master copy, and there is no state to keep (weight differences: SDP4Bit, Jia et al. 2024, section 3.1).
+error of a message is part of the next D, because D is taken from the W that all replicas have. So no error accumulates
+beyond the master copy, and there is no state to keep (SDP4Bit, Jia et al. 2024, section 3.1, "weight differences").
 
 No block crosses the end of a parameter or of a shard. A tied embedding has a bucket of its own on both stages, so its
 copies are cut alike, and stay equal, too.

@@ -1,4 +1,4 @@
-"""Shrunken lines of Megatron-LM's functional tests, trained in vanilla and with `balanced`, as a table.
+"""Train scaled-down lines of Megatron-LM's functional tests, vanilla and with `balanced`, and print both losses.
 
     scripts/compat_train.sh CHECKOUT [--lines 24] [--ranks 8] [--only TEXT] [--limit SECONDS] [--results FOLDER]
 

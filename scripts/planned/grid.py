@@ -89,7 +89,7 @@ class Cell:
 
     @property
     def numbers(self) -> list[float | None]:
-        """Vanilla's seconds and those of the format, then the gain as planned, at least and at most, in percent."""
+        """Vanilla's seconds, the format's seconds, and the planned, smallest and largest gain in percent."""
         if self.gain is None:
             return [None] * 5
         shares = (self.gain.planned, self.gain.least, self.gain.most)

@@ -3,11 +3,11 @@
     python -m scripts.study.gradients
 
 From the weights that vanilla has at some points of a training, at a learning rate of 0, the same batches are passed
-through Megatron's real loop, dense and with each setting. The study compares the gradients of the layers of each stage:
-relative error and cosine of an iteration's gradients (means over the iterations), the error of their sum over all
-iterations, and the error of the steps that Adam would make of them: each weight's gradient over its root mean square,
-so that small ones count. Messages are studied on 4 stages with 16 micro-batches an iteration, replicas on 2 stages x 2
-replicas with 8 micro-batches each. Finished runs are not repeated.
+through Megatron's real loop, dense and with each setting. Three things are compared for the layers of each stage: an
+iteration's gradients (relative error and cosine, means over the iterations), their sum over all iterations, and the
+steps that Adam would make of them. Adam divides each weight's gradient by its root mean square, so small ones count.
+Messages are studied on 4 stages with 16 micro-batches an iteration, replicas on 2 stages x 2 replicas with 8
+micro-batches each. Finished runs are not repeated.
 """
 
 import argparse

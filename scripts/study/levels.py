@@ -37,7 +37,7 @@ VARIANTS = ((1, "int4"), (2, "int4"), (1, "int8"), (2, "int8"))
 """Number of levels, and format, of each column of the table."""
 
 Errors = dict[tuple[float, int, str], float]
-"""Relative error of the sum, by share, number of levels and format."""
+"""Relative error of the sum, by (share of common gradient, number of levels, format)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

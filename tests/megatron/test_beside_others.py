@@ -1,4 +1,4 @@
-"""Law: a handle works beside all else in its process: threads, evaluation, other models, wraps and groups."""
+"""Law: a handle works beside threads, evaluation, and the process's other models, wraps and groups."""
 
 import functools
 import threading

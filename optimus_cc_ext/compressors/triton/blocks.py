@@ -153,7 +153,7 @@ class TritonCodec(Codec):
         message = rows.new_empty(rows.shape[0], self.row_bytes(rows.shape[1]), dtype=torch.uint8)
         if not (self._has_kernels and _taken(rows, message)):
             return super().encode_rows(rows)
-        self._encode_in(*self._of_rows(rows, message))
+        self._encode_in(rows, None, self._scales_of_rows(rows, message), message, WIDEST)
         return message
 
     @torch.no_grad()
@@ -162,13 +162,12 @@ class TritonCodec(Codec):
         out = message.new_empty(message.shape[0], in_row * BLOCK, dtype=dtype)
         if not (self._has_kernels and _taken(out, message)):
             return super().decode_rows(message, dtype)
-        self._decode_in(*self._of_rows(out, message))
+        self._decode_in(out, None, self._scales_of_rows(out, message), message, WIDEST)
         return out
 
-    def _of_rows(self, rows: Tensor, message: Tensor) -> tuple[Tensor, None, Tensor, Tensor, int]:
-        """Return a kernel's arguments for rows: values, no table, scales, codes, align."""
-        scales = message[:, rows.shape[1] // BLOCK * self.code_bytes :].view(torch.int16)
-        return rows, None, scales, message, WIDEST
+    def _scales_of_rows(self, rows: Tensor, message: Tensor) -> Tensor:
+        """Return the scales in the message of each row, as int16: a view of (rows, blocks of one row)."""
+        return message[:, rows.shape[1] // BLOCK * self.code_bytes :].view(torch.int16)
 
     def _sections(self, messages: Tensor, layout: BlockLayout, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sections of all messages as 2-D views: dense values, scales as int16, codes."""

@@ -79,8 +79,8 @@ def _one_by_one(gather: Callable[..., Any]) -> Callable[..., Any]:
 
     In PyTorch 2.13 two coalesced all-gathers under way in one process group corrupt memory: gloo's threads, in
     `AsyncAllgatherCoalescedWork`, end the process with "malloc(): unaligned tcache chunk" or a segmentation fault, once
-    in a few minutes, or wait for ever. Megatron has several under way with --overlap-param-gather: one per bucket. The
-    plain all-gather gives the same result without the fault, and on a CPU coalescing gains nothing.
+    in a few minutes, or wait for ever. Megatron has several under way with --overlap-param-gather, one for each bucket.
+    The plain all-gather gives the same result without the fault, and on a CPU coalescing gains nothing.
     """
 
     def all_gather_coalesced(

@@ -78,7 +78,7 @@ BOUNDS: dict[str, tuple[str, Bound]] = {
     "--delay-wgrad-compute": ("gradients of weights beside the experts' exchange", _exchange),
     "--overlap-param-gather-with-optimizer-step": ("the gather beside the optimizer's step", _gather),
 }
-"""Options that are left out: a description, and the bound of what each changes."""
+"""Options that plans ignore, each with a description and an upper bound of the seconds that it may change."""
 
 
 def _uneven(cluster: Cluster, job: Job) -> Iterator[tuple[str, float]]:
@@ -148,8 +148,8 @@ CONVOLUTION = 4
 
 
 def hybrid_bytes(pattern: str, job: Job, words: Sequence[str]) -> dict[str, float]:
-    """Return the bytes that a rank of a middle stage sends in an iteration, by class, if layers of the pattern (M:
-    Mamba, *: attention, -: MLP, E: experts) are dealt out evenly.
+    """Return the bytes that a rank of a middle stage sends in an iteration, by class, if the pattern's layers are dealt
+    out evenly. Its letters are M (Mamba), * (attention), - (MLP) and E (experts).
 
     Args:
         pattern: value of `--hybrid-layer-pattern` or `--hybrid-override-pattern`.

@@ -44,8 +44,8 @@ class Seconds:
 
 @lru_cache(maxsize=65536)
 def gemm(gpu: Gpu, m: int, n: int, k: int, count: int = 1, fp8: bool = False) -> float:
-    """Return the seconds of `count` products of (m, k) and (k, n) in one launch: whole waves of tiles, or the time of
-    their bytes.
+    """Return the seconds of `count` products of (m, k) and (k, n) in one launch: the longer of their whole waves of
+    tiles and the transfer of their bytes.
     """
     waves = min(
         ceil(ceil(m / rows) * ceil(n / columns) * count / gpu.processors) * rows * columns / speed
