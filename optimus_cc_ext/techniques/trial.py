@@ -176,7 +176,7 @@ class Trial:
     name: str
     ways: WaysByTurns = field(default_factory=WaysByTurns)
     compressed: bool | None = None
-    """Whether the classes stay compressed; None until the trial has chosen."""
+    """True if the classes stay compressed; None until the trial has chosen."""
 
     _measured: bool = True
     """False if the trial was given up. A resumed run does not take such a choice over."""

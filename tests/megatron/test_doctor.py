@@ -15,6 +15,8 @@ from tests.forked_ranks import run_ranks
 from tests.launches import Launch, _Accepted, _captured, call
 from tests.megatron_runs import TINY_GPT
 
+pytestmark = pytest.mark.ci
+
 TINY = shlex.join(TINY_GPT)
 PP2 = f"{TINY} --pipeline-model-parallel-size 2 "
 GPT_8_3B = """

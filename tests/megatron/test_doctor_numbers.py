@@ -18,6 +18,8 @@ from tests.megatron.specs import RunSpec, full, uses
 from tests.megatron.test_doctor import GPT_8_3B, PP2, ask_doctor
 from tests.megatron_runs import TINY_GPT
 
+pytestmark = pytest.mark.ci
+
 KINDS = (COMPRESSION_STATE, MESSAGE_BUFFERS, COMMUNICATORS)
 
 

@@ -12,6 +12,8 @@ from optimus_cc_ext.tools.plan.left_out import BOUNDS
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.traffic import activation_bytes
 
+pytestmark = pytest.mark.ci
+
 PLAN = ["plan", "--cluster", "h100-ndr400", "--nodes", "32", "--model", "qwen3-235b", "--",
         "--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "8",
         "--expert-model-parallel-size", "16", "--expert-tensor-parallel-size", "1", "--global-batch-size", "1024",

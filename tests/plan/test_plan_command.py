@@ -23,6 +23,8 @@ from optimus_cc_ext.tools import cli
 from optimus_cc_ext.tools.plan.variants import VARIANTS
 from scripts.planned import __main__ as planned
 
+pytestmark = pytest.mark.ci
+
 LAYOUT = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "8",
           "--global-batch-size", "512"]  # fmt: skip
 PLAN = ["--cluster", "paper", "--nodes", "16", "--model", "8.3b"]

@@ -17,6 +17,8 @@ from optimus_cc_ext.tools.plan.tables import constants
 from optimus_cc_ext.tools.plan.traffic import check_memory
 from scripts.planned.recipes import configurations
 
+pytestmark = pytest.mark.ci
+
 MIXTURE = (
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --moe-token-dispatcher-type alltoall \
 --expert-tensor-parallel-size 1 --expert-model-parallel-size 8"

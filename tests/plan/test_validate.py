@@ -13,6 +13,8 @@ from optimus_cc_ext.tools.plan.published import BAND, LAUNCHES, SHIPPED, Row, ne
 from optimus_cc_ext.tools.plan.traffic import memory
 from scripts.planned.validate import Campaign, campaigns, main, regrets
 
+pytestmark = pytest.mark.ci
+
 ROWS = shipped()
 
 

@@ -20,6 +20,8 @@ from scripts.hosts.network import Network, network, why_not
 from tests.shaped_links import needs_namespaces
 from tests.shell_scripts import ROOT
 
+pytestmark = pytest.mark.ci
+
 _RECEIVE = """
 import selectors, socket, sys, time
 server = socket.create_server((sys.argv[1], 5000))

@@ -23,6 +23,8 @@ from scripts.hosts import gpus, launch
 from tests.launches import launch as accepted
 from tests.shell_scripts import ROOT
 
+pytestmark = pytest.mark.ci
+
 # -- CUDA's service ---------------------------------------------------------------------------------------------------
 
 CONTROL = """#!/bin/sh

@@ -16,6 +16,8 @@ from optimus_cc_ext.config.presets import resolve
 from tests.forked_ranks import run_ranks
 from tests.shell_scripts import ROOT, Launch, run_script
 
+pytestmark = pytest.mark.ci
+
 EXPERIMENTS = sorted(
     path.relative_to(ROOT / "scripts/paper").with_suffix("").as_posix()
     for path in (ROOT / "scripts/paper").glob("*/*.sh")

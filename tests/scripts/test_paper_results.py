@@ -20,6 +20,8 @@ from scripts.paper import figure14
 from scripts.paper.collect import collect
 from tests.shell_scripts import ROOT, Ended, run_script
 
+pytestmark = pytest.mark.ci
+
 EXPERIMENT = "table2/335m-cb-fe-sc"
 PEAK_MEMORY = (sys.executable, str(ROOT / "scripts/paper/peak_memory.py"))
 

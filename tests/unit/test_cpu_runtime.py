@@ -19,6 +19,8 @@ import torch
 from optimus_cc_ext.tools.cpu import cpu_runtime, driver
 from tests.forked_ranks import run_ranks
 
+pytestmark = pytest.mark.ci
+
 DTYPES = {f"{name}Tensor": getattr(torch, name.lower()) for name in ("Float", "Double", "Half", "BFloat16", "Long")}
 DTYPES |= {"IntTensor": torch.int32, "ByteTensor": torch.uint8, "BoolTensor": torch.bool}
 

@@ -12,6 +12,8 @@ import torch
 
 from tests.forked_ranks import run_ranks
 
+pytestmark = pytest.mark.ci
+
 
 def own_number(offset: int) -> tuple[int, str | None]:
     return int(os.environ["RANK"]) + offset, os.environ.get("OF_THIS_TEST")

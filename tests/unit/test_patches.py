@@ -15,6 +15,8 @@ from optimus_cc_ext import startup
 from optimus_cc_ext.tools.patch.block import BLOCK
 from tests.launches import Launch, call, launch
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).resolve().parents[2]
 PATCHES = ROOT / "patches"
 TAGS = sorted(folder.name for folder in PATCHES.iterdir() if folder.is_dir())

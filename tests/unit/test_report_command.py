@@ -14,6 +14,8 @@ from optimus_cc_ext.tools import cli
 from optimus_cc_ext.tools.report.comparison import FILES
 from optimus_cc_ext.tools.report.record import SECONDS, TRAINING, VALIDATION, read_events, read_run
 
+pytestmark = pytest.mark.ci
+
 CLASSES = {"DP gradients": (4e6, 1e6), "pipeline forward": (1e6, 5e5)}
 
 
