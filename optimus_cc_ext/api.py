@@ -11,9 +11,9 @@ docs/python.md shows a complete loop.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
-from optimus_cc_ext.config import OptimusConfig, OptimusFields
+from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import require_torch
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def compress(
     *,
     train_iters: int | None = None,
     measure_every: int = 10,
-    **changes: Unpack[OptimusFields],
+    **changes: Any,
 ) -> "Handle":
     """Compress the communication of one model; all other models of this process stay vanilla.
 

@@ -12,11 +12,11 @@ Bridge has its own training loop, log and checkpoints around megatron-core. The 
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Unpack
+from typing import Any
 
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.api import Preset, compress
-from optimus_cc_ext.config import OptimusConfig, OptimusFields
+from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
 
 __all__ = ["Compression"]
@@ -44,9 +44,7 @@ class Compression:
         FlagError: a setting of Bridge and a setting of Optimus-CC do not work together.
     """
 
-    def __init__(
-        self, config: Any, compression: Preset | OptimusConfig = "paper", **changes: Unpack[OptimusFields]
-    ) -> None:
+    def __init__(self, config: Any, compression: Preset | OptimusConfig = "paper", **changes: Any) -> None:
         for name, given in _UNSUPPORTED:
             if given(config):
                 raise FlagError(name, "not supported with Optimus-CC on Megatron-Bridge", "Leave it out")

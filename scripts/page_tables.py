@@ -3,19 +3,17 @@
 A table stands between two comments of its page, `<!-- generated: NAME -->` and `<!-- end -->`.
 """
 
-import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.compressors.formats import BLOCK as BLOCK_LENGTH
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.config import default_of, flag_of, values_of
 from optimus_cc_ext.config.artifact import ARTIFACT_FLAGS
 from optimus_cc_ext.config.classes import CLASSES, TrafficClass
-from optimus_cc_ext.config.flags import PRESETS
+from optimus_cc_ext.config.flags import PRESETS, flag_fields
 from optimus_cc_ext.config.options import literals_of, type_of
 from optimus_cc_ext.config.refusals import REFUSALS
 
@@ -33,7 +31,7 @@ def markdown(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def flags() -> str:
     """Make the table of all flags, with their values, defaults, the artifact's names and their help."""
     rows = [[f"`--optimus-cc [{{{','.join(PRESETS)}}}]`", "off; alone it is paper", "", "Preset: see below."]]
-    for field in dataclasses.fields(OptimusConfig):
+    for field in flag_fields():
         if not field.metadata["help"]:
             continue
         words = ",".join(literals_of(field.type))
@@ -49,16 +47,14 @@ def classes() -> str:
     rows = []
     for traffic in CLASSES:
         formats = ", ".join(str(form) for form in traffic.formats if form != "dense")
-        sent = [str(traffic.presets.get(name, {}).get(traffic.format_field, _of_preset(traffic, name)))
-                for name in ("balanced", "paper")]  # fmt: skip
+        sent = [_of_preset(traffic, name) for name in ("balanced", "paper")]
         rows.append([traffic.tag, f"`{traffic.format_flag}`", f"{traffic.collective} {traffic.group}", formats, *sent])
     return markdown(("class", "flag", "in vanilla Megatron", "formats", "`balanced`", "`paper`"), rows)
 
 
 def _of_preset(traffic: TrafficClass, preset: str) -> str:
-    if preset not in traffic.presets:
-        return "dense"
-    return "low-rank" if "low-rank" in traffic.formats else "one reduction, dense"
+    wanted = traffic.presets.get(preset, {})
+    return str(wanted.get(traffic.format_field, "one reduction, dense" if wanted else "dense"))
 
 
 def formats() -> str:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from optimus_cc_ext.checkpoint import state_files
 from optimus_cc_ext.checkpoint.state_files import Manifest, RankFile
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import PIPELINE_BACKWARD
 from optimus_cc_ext.errors import OptimusError
 
 _PREPARING_FAILED = "preparing to save the compression state failed: "
@@ -78,7 +79,7 @@ def rehearse(session: Remembers, save_folders: Iterable[Path]) -> None:
     state = session.state_dict()
     sizes = on_all_ranks(lambda: state_files.tensor_bytes(state), "")
     # The state of links is made with their first messages.
-    if not any(sizes) and not session.config.backprop_remembers:
+    if not any(sizes) and not session.config.remembers(PIPELINE_BACKWARD):
         return
     for save_folder in save_folders:
         _write_nothing(save_folder, sum(sizes))

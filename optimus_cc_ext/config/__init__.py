@@ -12,11 +12,11 @@ from optimus_cc_ext.config.classes import (
     ParamGatherConfig,
     PipelineForwardConfig,
 )
-from optimus_cc_ext.config.optimus_config import OptimusConfig, OptimusFields
+from optimus_cc_ext.config.optimus_config import OptimusConfig
 from optimus_cc_ext.config.options import default_of, flag_of, literals_of, option, type_of, values_of
 
 __all__ = [
     "CompressedBackpropConfig", "DataParallelCompressionConfig", "FusedEmbeddingSyncConfig", "OptimusConfig",
-    "OptimusFields", "ParamGatherConfig", "PipelineForwardConfig", "default_of", "flag_of", "literals_of", "option",
+    "ParamGatherConfig", "PipelineForwardConfig", "default_of", "flag_of", "literals_of", "option",
     "type_of", "values_of",
 ]  # fmt: skip

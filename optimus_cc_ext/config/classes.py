@@ -51,7 +51,9 @@ class TrafficClass:
     """A class of traffic. Rows compare by identity, so that they are cheap dictionary keys."""
 
     name: str
-    """The name in checkpoints; the names of the class's fields begin with it."""
+    """The name in checkpoints; the names of the class's fields begin with it. If it is the name of a field itself, that
+    switches the class on beside its format: dense is then a technique, too.
+    """
 
     options: type[Options]
     """The dataclass of the class's options, one field for each flag."""
@@ -77,8 +79,9 @@ class TrafficClass:
     settings: tuple[str, ...] = ()
     """The fields that the checkpointed state depends on, besides the format; empty for a class without state."""
 
-    remembers: str = ""
-    """The property of the options that is true if the class keeps state in checkpoints."""
+    switch: str = ""
+    """The help of the flag of the class's own name, which alone stands for the format low-rank; empty: there is none.
+    """
 
     presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     """The fields that each preset sets, by the preset's name. A fraction means that share of the pipeline stages,
@@ -96,20 +99,14 @@ class TrafficClass:
         return flag_of(self.format_field)
 
     @property
-    def switch(self) -> str:
-        """The field that switches the class on: a boolean, or the format itself."""
-        return self.name if hasattr(self.options, self.name) else self.format_field
-
-    @property
     def flag(self) -> str:
-        """The flag of the switch."""
-        return flag_of(self.switch)
+        """The flag that switches the class on: its own name's, or that of the format."""
+        return flag_of(self.name) if self.switch or self.name in self.fields else self.format_flag
 
     @property
     def off(self) -> str:
         """The words of a command line that leave the class as vanilla Megatron sends it, beside a preset, too."""
-        without = self.switch != self.format_field and self.default == "dense"
-        return flag_of(f"no_{self.switch}") if without else f"{self.format_flag} dense"
+        return flag_of(f"no_{self.name}") if self.name in self.fields else f"{self.format_flag} dense"
 
     @property
     def fields(self) -> dict[str, "dataclasses.Field[Any]"]:
@@ -125,11 +122,6 @@ class TrafficClass:
     def block_formats(self) -> tuple[str, ...]:
         """The block formats among the class's wire formats."""
         return tuple(name for name in self.formats if block_format(name) is not None)
-
-    @property
-    def default(self) -> str:
-        """The wire format that the switch alone selects."""
-        return str(self.fields[self.format_field].default)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the row by its name, so that unpickling gives the same object in every process."""
@@ -177,14 +169,8 @@ PIPELINE_FORWARD = TrafficClass(
 class CompressedBackpropConfig(Options):
     """Options of activation gradients between pipeline stages: technique 1, paper sections 5.1 and 5.2."""
 
-    compressed_backprop: bool = option(
-        False, "Compress the activation gradients sent to the previous pipeline stage.",
-        switched_by="compressed_backprop_format",
-    )  # fmt: skip
     compressed_backprop_format: Literal["low-rank", "int8", "int4", "dense"] = option(
-        "low-rank",
-        "Wire format of activation gradients between pipeline stages. A format of 8 or 4 bits also switches "
-        "--compressed-backprop on, dense switches it off.",
+        "dense", "Wire format of activation gradients between pipeline stages; each but dense compresses them."
     )
     compressed_backprop_rank: int = option(
         16, "Rank of the low-rank approximation of activation gradients.", RANK, low_rank_only=True
@@ -210,11 +196,6 @@ class CompressedBackpropConfig(Options):
         low_rank_only=True,
     )  # fmt: skip
 
-    @property
-    def backprop_remembers(self) -> bool:
-        """True if the class keeps state across iterations; block formats keep none."""
-        return self.compressed_backprop and self.compressed_backprop_format == "low-rank"
-
 
 PIPELINE_BACKWARD = TrafficClass(
     name="compressed_backprop", options=CompressedBackpropConfig,
@@ -222,10 +203,10 @@ PIPELINE_BACKWARD = TrafficClass(
     collective="point-to-point", group="between neighbouring stages",
     needs=(_two_stages("there is nothing to compress: with one pipeline stage no activation gradient is sent"),),
     settings=("compressed_backprop_rank", "compressed_backprop_messages", "lazy_error_propagation"),
-    remembers="backprop_remembers",
+    switch="Compress the activation gradients sent to the previous pipeline stage, low-rank unless "
+    "--compressed-backprop-format or a preset names another format.",
     presets={
-        "paper": {"compressed_backprop": True},
-        "balanced": {"compressed_backprop": True, "compressed_backprop_format": "int8"},
+        "paper": {"compressed_backprop_format": "low-rank"}, "balanced": {"compressed_backprop_format": "int8"}
     },
 )  # fmt: skip
 
@@ -235,13 +216,8 @@ PIPELINE_BACKWARD = TrafficClass(
 class DataParallelCompressionConfig(Options):
     """Options of data-parallel gradients, on the first stages or on all: technique 3, paper section 7."""
 
-    dp_compression: bool = option(
-        False, "Compress the gradients that data-parallel replicas reduce.", switched_by="dp_compression_format"
-    )
     dp_compression_format: Literal["low-rank", "int8", "int4", "dense"] = option(
-        "low-rank",
-        "Wire format of data-parallel gradients. A format of 8 or 4 bits also switches --dp-compression on, dense "
-        "switches it off.",
+        "dense", "Wire format of data-parallel gradients; each but dense compresses them."
     )
     dp_compression_rank: int = option(
         128, "Rank of the low-rank approximation of data-parallel gradients.", RANK, low_rank_only=True
@@ -274,7 +250,7 @@ class DataParallelCompressionConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dp_compression_stages == "auto" and self.dp_compression and self.dp_compression_format == "low-rank":
+        if self.dp_compression_stages == "auto" and self.dp_compression_format == "low-rank":
             reason = "a trial has dense iterations, over which low rank would not carry its residuals"
             raise FlagError("--dp-compression-stages", reason, "Give all or N; `optimus-cc plan` says which")
         if self.dp_error_feedback and self.dp_compression_format not in ("dense", "low-rank"):
@@ -285,22 +261,19 @@ class DataParallelCompressionConfig(Options):
                 "Leave it out, or use --dp-compression-format low-rank",
             )
 
-    @property
-    def gradients_remember(self) -> bool:
-        """True if the class keeps state across iterations; block formats keep none."""
-        return self.dp_compression and self.dp_compression_format == "low-rank"
-
 
 DP_GRADIENTS = TrafficClass(
     name="dp_compression", options=DataParallelCompressionConfig,
     phrase="data-parallel compression", title="SC", tag="DP gradients",
     collective="all-reduce or reduce-scatter", group="among replicas",
     needs=(_two_replicas("gradient is reduced", left_out="one data-parallel replica"),),
-    settings=("dp_compression_rank", "dp_compression_stages", "dp_error_feedback"), remembers="gradients_remember",
+    settings=("dp_compression_rank", "dp_compression_stages", "dp_error_feedback"),
+    switch="Compress the gradients that data-parallel replicas reduce, low-rank unless --dp-compression-format or a "
+    "preset names another format.",
     presets={
         # The paper compresses data-parallel gradients on the first 75 % of the stages (section 9.1).
-        "paper": {"dp_compression": True, "dp_compression_stages": Fraction(3, 4)},
-        "balanced": {"dp_compression": True, "dp_compression_format": "int8"},
+        "paper": {"dp_compression_format": "low-rank", "dp_compression_stages": Fraction(3, 4)},
+        "balanced": {"dp_compression_format": "int8"},
     },
 )  # fmt: skip
 
@@ -311,9 +284,8 @@ class FusedEmbeddingSyncConfig(Options):
     """Options of the tied embedding's gradient, reduced once instead of twice: technique 2, paper section 6."""
 
     fused_embedding_sync: bool = option(
-        False, "Reduce the tied embedding's gradient in one all-reduce over all replicas of the first and last stage.",
-        switched_by="fused_embedding_sync_format",
-    )  # fmt: skip
+        False, "Reduce the tied embedding's gradient in one all-reduce over all replicas of the first and last stage."
+    )
     fused_embedding_sync_format: Literal["dense", "int8", "int4"] = option(
         "dense",
         "Wire format of the tied embedding's gradient. A format other than dense also switches --fused-embedding-sync "

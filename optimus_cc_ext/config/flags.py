@@ -7,13 +7,14 @@ two spellings of one option must not be mixed.
 import argparse
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS, add_artifact_flags, given_artifact_flags
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.optimus_config import OptimusConfig
-from optimus_cc_ext.config.options import GONE_FORMATS, default_of, flag_of, literals_of, type_of, values_of
+from optimus_cc_ext.config.options import GONE_FORMATS, default_of, flag_of, literals_of, option, type_of, values_of
 from optimus_cc_ext.errors import FlagError
 
 PRESETS = ("paper", "balanced")
@@ -26,7 +27,8 @@ _PREFIX = "optimus_cc_"
 class Request:
     """The options that a command line asks for, before the layout of the run is known.
 
-    `explicit` holds the fields of `OptimusConfig` that were given one by one, or follow from the artifact's defaults;
+    `explicit` holds the fields of `OptimusConfig` that were given one by one, or follow from the artifact's defaults,
+    and the switches of classes, by the classes' names;
     `preset` is the one of `PRESETS` that `--optimus-cc` names; `spelling` maps a field to the flag that gave it;
     `artifact` is true if the command line uses the published artifact's names.
     """
@@ -52,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "(--optimus-cc alone) is --compressed-backprop, --fused-embedding-sync, and --dp-compression on the first "
         "75 %% of the pipeline stages, with their defaults.",
     )
-    for field in dataclasses.fields(OptimusConfig):
+    for field in flag_fields():
         text = field.metadata["help"]
         group.add_argument(
             flag_of(field.name),
@@ -63,6 +65,17 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         )
     add_artifact_flags(group)
     return parser
+
+
+def flag_fields() -> Iterator["dataclasses.Field[Any]"]:
+    """Yield the fields that have a flag, in the order of `--help`; the switch of a class comes before its format."""
+    switches = {traffic.format_field: traffic for traffic in CLASSES if traffic.switch}
+    for field in dataclasses.fields(OptimusConfig):
+        if (traffic := switches.get(field.name)) is not None:
+            switch: Any = option(False, traffic.switch)
+            switch.name, switch.type = traffic.name, bool
+            yield switch
+        yield field
 
 
 def _parsing(field: "dataclasses.Field[Any]") -> dict[str, Any]:
@@ -93,7 +106,7 @@ def request_from(args: argparse.Namespace) -> Request:
     Raises:
         FlagError: one option was given in both spellings, or the artifact's names together with `--optimus-cc`.
     """
-    values = {field.name: getattr(args, _PREFIX + field.name, None) for field in dataclasses.fields(OptimusConfig)}
+    values = {field.name: getattr(args, _PREFIX + field.name, None) for field in flag_fields()}
     given = {name: value for name, value in values.items() if value is not None}
     spelling = {name: flag_of(name) for name in given}
     preset = getattr(args, "optimus_cc_preset", None)

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config.classes import (
@@ -12,6 +12,7 @@ from optimus_cc_ext.config.classes import (
     EMBEDDING,
     EXPERT_DISPATCH,
     EXPERT_GRADIENT,
+    PIPELINE_BACKWARD,
     CompressedBackpropConfig,
     DataParallelCompressionConfig,
     ExpertDispatchConfig,
@@ -23,39 +24,6 @@ from optimus_cc_ext.config.classes import (
 )
 from optimus_cc_ext.config.options import Values, completed, option
 from optimus_cc_ext.errors import FlagError
-
-
-class OptimusFields(TypedDict, total=False):
-    """The fields of `OptimusConfig` as keyword arguments, for type checkers; a test compares the two."""
-
-    pipeline_forward_format: Literal["dense", "int8"]
-    compressed_backprop: bool
-    compressed_backprop_format: Literal["low-rank", "int8", "int4", "dense"]
-    compressed_backprop_rank: int
-    compressed_backprop_messages: Literal["epilogue", "all"] | None
-    compressed_backprop_warmup: float
-    lazy_error_propagation: bool | None
-    residual_across_iterations: Literal["carry", "drop"]
-    fused_embedding_sync: bool
-    fused_embedding_sync_format: Literal["dense", "int8", "int4"]
-    dp_compression: bool
-    dp_compression_format: Literal["low-rank", "int8", "int4", "dense"]
-    dp_compression_rank: int
-    dp_compression_warmup: float
-    dp_error_feedback: bool | None
-    dp_compression_stages: int | Literal["all", "auto"]
-    dp_compression_levels: Literal["auto", "one", "two"]
-    param_gather_format: Literal["dense", "int8", "int4"]
-    expert_dispatch_format: Literal["dense", "int8", "int4"]
-    expert_gradient_format: Literal["dense", "int8", "int4"]
-    compression_seed: int
-    compression_state_dtype: Literal["fp32", "bf16"]
-    block_rotation: bool
-    compression_metrics: bool
-    compression_forecast: bool
-    compression_trial: bool
-    compression_error_statistics: bool
-    require_triton: bool
 
 
 @completed
@@ -107,7 +75,7 @@ class OptimusConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.compression_error_statistics and not (self.backprop_remembers and self.compression_metrics):
+        if self.compression_error_statistics and not (self.remembers(PIPELINE_BACKWARD) and self.compression_metrics):
             raise FlagError(
                 "--compression-error-statistics",
                 "it describes low-rank errors of --compressed-backprop, and --compression-metrics logs them",
@@ -116,12 +84,11 @@ class OptimusConfig(
 
     def is_on(self, traffic: TrafficClass) -> bool:
         """Return True if a class of traffic is sent in another form than vanilla Megatron's."""
-        return getattr(self, traffic.switch) not in (False, "dense")
+        return self.format_of(traffic) != "dense" or getattr(self, traffic.name, False)
 
     def format_of(self, traffic: TrafficClass) -> str:
-        """Return the wire format of a class of traffic; dense where the class is off."""
-        chosen: str = getattr(self, traffic.format_field)
-        return chosen if self.is_on(traffic) else "dense"
+        """Return the wire format of a class of traffic."""
+        return getattr(self, traffic.format_field)  # type: ignore[no-any-return]
 
     @property
     def sums_in_blocks(self) -> bool:
@@ -142,21 +109,21 @@ class OptimusConfig(
         return traffic.name in self.only_between_nodes.split(",") and self.is_on(traffic)
 
     def remembers(self, traffic: TrafficClass) -> bool:
-        """Return True if a class of traffic keeps state in checkpoints."""
-        return bool(traffic.remembers and getattr(self, traffic.remembers))
+        """Return True if a class of traffic keeps state in checkpoints; formats other than low-rank keep none."""
+        return self.format_of(traffic) == "low-rank"
 
     @cached_property
     def any_technique(self) -> bool:
         """True if any class of traffic is sent in another form than vanilla Megatron's."""
         return any(map(self.is_on, CLASSES))
 
-    def replace(self, **changes: Unpack[OptimusFields]) -> "OptimusConfig":
+    def replace(self, **changes: Any) -> "OptimusConfig":
         """Return a validated copy with some fields changed. A changed format also resets the fields that follow from
         it.
         """
         follow = {field.name: field.metadata["follows"] for field in dataclasses.fields(self)}
         anew = {name: None for name, follows in follow.items() if follows is not None and follows.format in changes}
-        return dataclasses.replace(self, **anew | changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self, **anew | changes)
 
 
 _FIELDS = [field.name for field in dataclasses.fields(OptimusConfig)]

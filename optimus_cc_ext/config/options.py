@@ -56,7 +56,7 @@ class Follows(NamedTuple):
 
 def option[T](
     default: T, help: str | None, values: Values | None = None, *, shown_default: str = "",
-    follows: Follows | None = None, switched_by: str = "", low_rank_only: bool = False,
+    follows: Follows | None = None, low_rank_only: bool = False,
     said: Mapping[Any, str] = types.MappingProxyType({}),
 ) -> T:  # fmt: skip
     """Declare a field and its flag.
@@ -67,13 +67,12 @@ def option[T](
         values: the values that the field takes; None: all values of its type.
         shown_default: the default as `--help` writes it.
         follows: the source of the field's value if that is None.
-        switched_by: for the switch of a class of traffic: the field of the format, which overrides the switch.
         low_rank_only: true if the option has no effect on other formats than low-rank.
         said: text about the field in the log line about the techniques, by value; the key None stands for all other
             values, `{}` for the value.
     """
     metadata = {
-        "help": help, "values": values, "shown_default": shown_default, "follows": follows, "switched_by": switched_by,
+        "help": help, "values": values, "shown_default": shown_default, "follows": follows,
         "low_rank_only": low_rank_only, "said": said,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata, repr=help is not None)
@@ -141,8 +140,7 @@ class Options:
 def completed[T](options: type[T]) -> type[T]:
     """Let a frozen dataclass of options be built from few arguments, by filling in the fields that follow from others.
 
-    A field that is None and follows from a format gets the default for that format. A format other than the default one
-    sets the switch of its class of traffic: on, or off for dense.
+    A field that is None and follows from a format gets the default for that format.
     """
     store: Callable[..., None] = options.__init__
     fields = dataclasses.fields(options)  # type: ignore[arg-type]
@@ -152,11 +150,9 @@ def completed[T](options: type[T]) -> type[T]:
     def init(self: T, **given: Any) -> None:
         values = defaults | given
         for field in fields:
-            follows, format = field.metadata["follows"], field.metadata["switched_by"]
+            follows = field.metadata["follows"]
             if follows is not None and values[field.name] is None:
                 values[field.name] = follows.low_rank if values[follows.format] == "low-rank" else follows.others
-            if format and values[format] != defaults[format]:
-                values[field.name] = values[format] != "dense"
         try:
             store(self, **values)
         except FlagError as error:

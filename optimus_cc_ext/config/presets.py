@@ -13,7 +13,7 @@ from typing import Any
 
 from optimus_cc_ext.compressors.formats import BLOCK, block_format
 from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS
-from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, PARAM_GATHER, Need, TrafficClass
+from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, PARAM_GATHER, PIPELINE_BACKWARD, Need, TrafficClass
 from optimus_cc_ext.config.flags import PRESETS, Request, add_flags, request_from
 from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
 from optimus_cc_ext.config.options import flag_of
@@ -149,7 +149,7 @@ def resolve(request: Request, layout: Layout, megatron: argparse.Namespace | Non
     resolution = _resolve(request, layout, {})
     found = conflicts(megatron, resolution.config) if megatron is not None else {}
     for traffic, refusal in found.items():
-        asked = {request.explicit.get(name) for name in (traffic.switch, traffic.format_field)}
+        asked = {request.explicit.get(name) for name in (traffic.name, traffic.format_field)}
         if asked - {None, False, "dense"}:
             raise refusal_of(_written(request, traffic.flag), refusal, resolution.config, found)
     resolution = _resolve(request, layout, found) if found else resolution
@@ -166,7 +166,7 @@ def _written(request: Request, flag: str) -> str:
 def _resolve(request: Request, layout: Layout, left_dense: Mapping[TrafficClass, Refusal]) -> Resolution:
     """Resolve a request whose preset leaves some classes of traffic dense, each for a conflict with Megatron."""
     preset, notes = _preset(request.preset, request.explicit, layout, left_dense) if request.preset else ({}, [])
-    fields = {"compression_seed": layout.seed, **preset, **request.explicit}
+    fields = _with_formats({"compression_seed": layout.seed, **preset, **request.explicit}, request.explicit)
     stages = fields.get("dp_compression_stages")
     in_artifacts_spelling = request.spelling.get("dp_compression_stages", "").startswith("--selective_grad_comp")
     if in_artifacts_spelling and isinstance(stages, int) and stages > layout.stages:
@@ -185,6 +185,18 @@ def _resolve(request: Request, layout: Layout, left_dense: Mapping[TrafficClass,
     if request.artifact:
         notes += _inherited(request.spelling, config)
     return Resolution(config, tuple(notes))
+
+
+def _with_formats(asked: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with formats in place of switches: a switch means the preset's format, or else low rank."""
+    fields = dict(asked)
+    for traffic in CLASSES:
+        on = explicit.get(traffic.name)
+        if on is False and explicit.get(traffic.format_field) in (None, "low-rank"):
+            fields[traffic.format_field] = "dense"
+        if traffic.switch and fields.pop(traffic.name, None):
+            fields.setdefault(traffic.format_field, "low-rank")
+    return fields
 
 
 def amplified(config: OptimusConfig, layout: Layout, flag: str = DP_GRADIENTS.flag) -> list[str]:
@@ -210,17 +222,15 @@ def _preset(
     flag, notes = "--optimus-cc" if name == PRESETS[0] else f"--optimus-cc {name}", []
     for traffic in CLASSES_BY_FLAG:
         wanted = traffic.presets.get(name, {})
-        # If the user switched a class off, skip the preset's format as well, since a format would switch it on again.
-        taken = (traffic.switch, traffic.format_field) if explicit.get(traffic.switch) is False else ()
         need = _unmet(traffic, layout)
         if refusal := left_dense.get(traffic):
             notes.append(f"{flag} leaves out {traffic.phrase}: {refusal.reason} ({refusal.flag})")
         elif need is None:
-            fields |= {field: value for field, value in wanted.items() if field not in taken}
-        elif wanted and need.left_out and explicit.keys().isdisjoint((traffic.switch, traffic.format_field)):
+            fields |= wanted
+        elif wanted and need.left_out and explicit.keys().isdisjoint((traffic.name, traffic.format_field)):
             notes.append(f"{flag} leaves out {traffic.phrase}: {need.left_out}")
     low_rank = {field for field, option in DP_GRADIENTS.fields.items() if option.metadata["low_rank_only"]}
-    coarse = DP_GRADIENTS.switch in fields and fields.get(DP_GRADIENTS.format_field) != "int8"
+    coarse = fields.get(DP_GRADIENTS.format_field) == "low-rank" and explicit.get(DP_GRADIENTS.name) is not False
     if layout.scales_errors and coarse and explicit.keys().isdisjoint({DP_GRADIENTS.format_field, *low_rank}):
         fields[DP_GRADIENTS.format_field] = "int8"
         notes.append(
@@ -237,7 +247,7 @@ def _only_between_nodes(preset: str, explicit: Mapping[str, Any]) -> Iterator[st
     the others, by a flag of the class or by one level for all replicas.
     """
     for traffic in CLASSES_BY_FLAG:
-        asked = {traffic.switch, traffic.format_field} & explicit.keys()
+        asked = {traffic.name, traffic.format_field} & explicit.keys()
         one_level = "dp_compression_levels" in traffic.fields and explicit.get("dp_compression_levels") == "one"
         if preset in traffic.presets and not asked and not one_level:
             yield traffic.name
@@ -251,11 +261,11 @@ def _unmet(traffic: TrafficClass, layout: Layout) -> Need | None:
 def _check_formats(config: OptimusConfig, request: Request) -> None:
     """Refuse options that have no effect on the chosen format. A dense format goes with every option."""
     for traffic in CLASSES_BY_FLAG:
-        chosen, flag = getattr(config, traffic.format_field), traffic.format_flag
+        chosen, flag = config.format_of(traffic), traffic.format_flag
         if chosen in ("dense", "low-rank"):
             continue
-        if request.explicit.get(traffic.switch) is False:
-            contradiction = f"it contradicts {request.spelling[traffic.switch]}"
+        if request.explicit.get(traffic.name) is False:
+            contradiction = f"it contradicts {request.spelling[traffic.name]}"
             raise FlagError(flag, contradiction, "Give one of the two")
         for name, field in traffic.fields.items():
             if field.metadata["low_rank_only"] and name in request.spelling:
@@ -337,7 +347,7 @@ def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Itera
     idle: dict[str, str] = {}
     working: set[str] = set()
     for traffic in CLASSES_BY_FLAG:
-        itself = (traffic.switch, traffic.format_field)
+        itself = (traffic.name, traffic.format_field)
         flags = [spelling[name] for name in traffic.fields if name in spelling and name not in itself]
         if config.is_on(traffic):
             working.update(flags)
@@ -354,7 +364,7 @@ def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Itera
         )
     if "dp_compression_levels" in spelling and config.is_on(DP_GRADIENTS) and not config.sums_in_blocks:
         yield "--dp-compression-levels: no effect: low-rank factors are added up on their way, which takes one level"
-    lep = config.lazy_error_propagation or not config.compressed_backprop
+    lep = config.lazy_error_propagation or not config.is_on(PIPELINE_BACKWARD)
     if "residual_across_iterations" in spelling and not lep:
         yield "--residual-across-iterations: no effect: --lazy-error-propagation is off"
 

@@ -55,7 +55,7 @@ def take_place(session: Session, grid: Grid, layout: Layout, model: Any) -> None
     if session.new_groups is not None:
         nodes = [place.node for place in session.new_groups.places]
         lines += filter(None, [grid.placement(ranks_per_node(nodes))])
-        if session.config.fused_embedding_sync and any(place.frozen_embedding for place in session.new_groups.places):
+        if session.config.is_on(EMBEDDING) and any(place.frozen_embedding for place in session.new_groups.places):
             lines.append(f"leaves out {EMBEDDING.phrase}: the tied embedding is frozen, so nothing of it is summed")
     padded = getattr(getattr(model, "ddp_config", None), "pad_buckets_for_high_nccl_busbw", False)
     if layout.distributed_optimizer and not padded:
@@ -122,12 +122,12 @@ def check_groups(config: OptimusConfig, grid: Grid) -> None:
         (grid.replica_group, "data-parallel", "dp_cp"),
     ):
         if group is None:
-            on = [each.switch for each in CLASSES_BY_FLAG if config.is_on(each)]
+            on = [each.name for each in CLASSES_BY_FLAG if config.is_on(each)]
             raise _missing(f"--optimus-cc ({', '.join(on)})", name, attribute)
-    if config.fused_embedding_sync and grid.embedding_group is not None and grid.embedding_group.size() > 2:
+    if config.is_on(EMBEDDING) and grid.embedding_group is not None and grid.embedding_group.size() > 2:
         raise FlagError("--fused-embedding-sync", "more than two stages hold a copy of the embedding", "Leave it out")
     # Megatron sums no tied embedding without this group, and the stages between have none.
-    if config.fused_embedding_sync and grid.place.stage in (0, grid.stages - 1) and grid.embedding_group is None:
+    if config.is_on(EMBEDDING) and grid.place.stage in (0, grid.stages - 1) and grid.embedding_group is None:
         raise _missing("--fused-embedding-sync", "embedding", "embd")
 
 

@@ -46,7 +46,7 @@ class CompressedBackprop(Technique):
         self._scratch = Scratch()
         super().__init__(
             "compressed_backprop",
-            on=config.backprop_remembers,
+            on=config.compressed_backprop_format == "low-rank",
             states=FactorStates(config.compressed_backprop_rank, made_on_demand=True),
             gauge=Gauge(self._scratch),
         )
@@ -57,7 +57,7 @@ class CompressedBackprop(Technique):
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
         """Make the links that a rank at this place has."""
-        if not self._config.compressed_backprop:
+        if self._config.compressed_backprop_format == "dense":
             return
         assert grid.pipeline_group is not None, "the model has no pipeline"
         ranks, stage = dist.get_process_group_ranks(grid.pipeline_group), grid.place.stage

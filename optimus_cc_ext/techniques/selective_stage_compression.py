@@ -32,7 +32,7 @@ from optimus_cc_ext.techniques.technique import Iteration, Technique
 
 def stages_to_compress(config: DataParallelCompressionConfig, stages: int) -> frozenset[int]:
     """Return the stages, of 0 .. stages - 1, that compress their gradients."""
-    first = config.dp_compression_stages if config.dp_compression else 0
+    first = config.dp_compression_stages if config.dp_compression_format != "dense" else 0
     return frozenset(range(first if isinstance(first, int) else stages))
 
 
@@ -164,7 +164,7 @@ class SelectiveStageCompression(Technique):
         self._scratch, self.pool = Scratch(), pool or MessagePool()
         super().__init__(
             "dp_compression",
-            on=config.gradients_remember,
+            on=config.dp_compression_format == "low-rank",
             states=FactorStates(config.dp_compression_rank),
             gauge=Gauge(self._scratch),
         )
@@ -212,7 +212,7 @@ class SelectiveStageCompression(Technique):
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
         """Take the stage, and get the single-rank group if gradients may be compressed."""
         self.take_stage(grid.place.stage, grid.stages)
-        if self._config.dp_compression:
+        if self._config.dp_compression_format != "dense":
             self.alone = groups.alone()
 
     def take_stage(self, stage: int, stages: int) -> None:

@@ -110,7 +110,7 @@ class Session:
         )  # fmt: skip
         self.parameters = ParamGather(self.new_codec(config.param_gather_format), self._pool)
         self.embedding = FusedEmbeddingSync(
-            wanted=config.fused_embedding_sync,
+            wanted=config.is_on(EMBEDDING),
             codecs=self.new_codecs(config.fused_embedding_sync_format),
             bucket_codecs=self.new_codecs(config.fused_embedding_sync_format),
             dense_inside=config.is_dense_inside(EMBEDDING), two_levels=config.dp_compression_levels != "one",

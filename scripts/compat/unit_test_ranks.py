@@ -30,14 +30,12 @@ VANILLA = "vanilla"
 MODES: Mapping[str, OptimusConfig | None] = {
     VANILLA: None,
     "off": OptimusConfig(),
-    "lossless": OptimusConfig(
-        dp_compression=True, dp_compression_format="int8", param_gather_format="int8", _exact_blocks=True
-    ),
+    "lossless": OptimusConfig(dp_compression_format="int8", param_gather_format="int8", _exact_blocks=True),
 }
 """Ways to run the tests; "lossless" runs the code of int8, with messages that carry values unchanged."""
 
 _BETWEEN_STAGES = {
-    "pipeline_forward_format": "int8", "compressed_backprop": True, "compressed_backprop_format": "int8",
+    "pipeline_forward_format": "int8", "compressed_backprop_format": "int8",
     "fused_embedding_sync": True, "fused_embedding_sync_format": "int8",
 }  # fmt: skip
 """Settings that lossless has in addition where the tests are about pipeline stages."""
@@ -147,7 +145,7 @@ def _class_of(error: FlagError | None) -> TrafficClass | None:
 
 
 def _without(config: OptimusConfig, traffic: TrafficClass) -> OptimusConfig:
-    off = {traffic.format_field: "dense"} | ({} if traffic.switch == traffic.format_field else {traffic.switch: False})
+    off = {traffic.format_field: "dense"} | ({traffic.name: False} if traffic.name in traffic.fields else {})
     return dataclasses.replace(config, **off)  # type: ignore[arg-type]
 
 

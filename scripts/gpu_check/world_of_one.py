@@ -61,7 +61,8 @@ def messages(device: torch.device) -> Iterator[dict[str, Any]]:
     on_gpu = device.type == "cuda"
     shape = (1024, 2, 1024) if on_gpu else (16, 2, 48)
     config = OptimusConfig(
-        compressed_backprop=True, compressed_backprop_rank=16 if on_gpu else 4, compressed_backprop_messages="all",
+        compressed_backprop_format="low-rank", compressed_backprop_rank=16 if on_gpu else 4,
+        compressed_backprop_messages="all",
         compression_seed=18,
     )  # fmt: skip
     ours, others = (CompressedBackprop(config, fast_compressor(), None) for _ in range(2))

@@ -60,7 +60,9 @@ class Bucket:
         )  # fmt: skip
         tools = LowRankTools(
             device=self.flat.device, compressor=compressor, states=FactorStates(compression_rank), name="bucket 0",
-            config=DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=compression_rank, **config),
+            config=DataParallelCompressionConfig(
+                dp_compression_format="low-rank", dp_compression_rank=compression_rank, **config
+            ),
             seed=1, salt="test",
         )  # fmt: skip
         return plan.bind(Groups(dist.group.WORLD), tools)

@@ -33,7 +33,7 @@ def _place(configs) -> str:
         return str(error)
 
 
-CB = OptimusConfig(compressed_backprop=True)
+CB = OptimusConfig(compressed_backprop_format="low-rank")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_node_that_only_some_ranks_name_is_refused_on_all():
 
 
 def test_equal_settings_agree():
-    configs = [OptimusConfig(compressed_backprop=True, fused_embedding_sync=True)] * 2
+    configs = [OptimusConfig(compressed_backprop_format="low-rank", fused_embedding_sync=True)] * 2
     assert run_ranks(2, _place, configs, timeout=60) == ["agreed", "agreed"]
 
 

@@ -44,7 +44,7 @@ def _one_memory(*, shared: bool) -> Shared:
     """
     dist.init_process_group("gloo")
     config = DataParallelCompressionConfig(
-        dp_compression=True, dp_compression_format="int8", dp_compression_stages="all"
+        dp_compression_format="int8", dp_compression_stages="all"
     )  # fmt: skip
     codecs = BlockCodecs.of("int8", lambda name: fast_codec(name, seed=1, rotated=True))
     assert codecs is not None

@@ -24,7 +24,7 @@ RESTORED = ["the state of data-parallel compression is restored from iteration 7
 class Remembering:
     """Session whose state is one tensor."""
 
-    config = OptimusConfig(dp_compression=True, dp_compression_rank=4)
+    config = OptimusConfig(dp_compression_format="low-rank", dp_compression_rank=4)
     trial = None
 
     def __init__(self, value: float, misfit: str | None = None) -> None:

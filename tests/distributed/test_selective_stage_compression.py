@@ -352,7 +352,7 @@ def _connected_before_training() -> tuple[list[int], int]:
         sent.append(tensor.nbytes) or all_to_all(out, tensor, *parts, **how)
     )
     config = DataParallelCompressionConfig(
-        dp_compression=True, dp_compression_format="int4"
+        dp_compression_format="int4"
     )  # fmt: skip
     codecs = BlockCodecs.of("int4", lambda name: fast_codec(name, seed=1, rotated=True))
     technique = SelectiveStageCompression(config, FastLowRank(), seed=1, state_dtype=torch.float32, codecs=codecs)

@@ -29,11 +29,11 @@ INF_AT, NAN_AT = 1, 3
 """Iterations, counted from 0, in which a gradient of the first stage is Inf, and in which the last stage's are NaN."""
 
 BY_CONFIG = OptimusConfig(
-    compressed_backprop=True,
+    compressed_backprop_format="low-rank",
     compressed_backprop_rank=4,
     residual_across_iterations="carry",
     fused_embedding_sync=True,
-    dp_compression=True,
+    dp_compression_format="low-rank",
     dp_compression_rank=4,
     compression_seed=1234,  # Megatron's default of --seed
 )

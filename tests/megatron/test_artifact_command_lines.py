@@ -60,13 +60,13 @@ GONE = (
 def meant(stages: int) -> OptimusConfig:
     """Return the paper's configuration: section 9.1, with the artifact's own seed."""
     return OptimusConfig(
-        compressed_backprop=True,
+        compressed_backprop_format="low-rank",
         compressed_backprop_rank=16,
         compressed_backprop_messages="epilogue",
         lazy_error_propagation=True,
         residual_across_iterations="carry",
         fused_embedding_sync=True,
-        dp_compression=True,
+        dp_compression_format="low-rank",
         dp_compression_rank=128,
         dp_compression_warmup=0.0,
         dp_error_feedback=True,

@@ -19,8 +19,9 @@ INT8 = OptimusConfig(
 )  # fmt: skip
 BETWEEN_STAGES = INT8.replace(dp_compression_format="dense")
 LOW_RANK = OptimusConfig(
-    compressed_backprop=True, compressed_backprop_rank=4, compressed_backprop_messages="all",
-    residual_across_iterations="carry", dp_compression=True, dp_compression_rank=2, _force_compression=True,
+    compressed_backprop_format="low-rank", compressed_backprop_rank=4, compressed_backprop_messages="all",
+    residual_across_iterations="carry", dp_compression_format="low-rank", dp_compression_rank=2,
+    _force_compression=True,
 )  # fmt: skip
 
 

@@ -158,7 +158,11 @@ def test_an_option_that_does_less_beside_compression_is_named(option: str, reaso
     args = argparse.Namespace(**{option: True})
     [line] = remarks(args, OptimusConfig(dp_compression_format="int4"))
     assert line.startswith("--use-") and reason in line
-    assert remarks(args, OptimusConfig()) == remarks(argparse.Namespace(), OptimusConfig(dp_compression=True)) == []
+    assert (
+        remarks(args, OptimusConfig())
+        == remarks(argparse.Namespace(), OptimusConfig(dp_compression_format="low-rank"))
+        == []
+    )
 
 
 def test_the_refusal_prints_the_flags_that_keep_the_other_classes(outputs: list[str]) -> None:
@@ -183,9 +187,9 @@ def test_a_graph_of_the_whole_iteration_is_refused_as_megatron_0_17_spells_it() 
         argparse.Namespace(cuda_graph_impl="local", cuda_graph_scope=[scope])
         for scope in (scopes.attn, scopes.full_iteration)
     )
-    refuse_unsupported(layers, OptimusConfig(compressed_backprop=True))
+    refuse_unsupported(layers, OptimusConfig(compressed_backprop_format="low-rank"))
     with pytest.raises(FlagError, match=r"--compressed-backprop: .* \(--cuda-graph-impl\)"):
-        refuse_unsupported(everything, OptimusConfig(compressed_backprop=True))
+        refuse_unsupported(everything, OptimusConfig(compressed_backprop_format="low-rank"))
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
@@ -193,7 +197,7 @@ def test_with_a_graph_of_the_whole_iteration_no_class_is_compressed_not_even_a_g
     """Replays begin no step of ours, to which a gather in the optimizer's step could belong."""
     formats = ("pipeline_forward", "expert_dispatch", "expert_gradient", "param_gather")
     everything = OptimusConfig(
-        compressed_backprop=True, dp_compression=True, fused_embedding_sync=True,
+        compressed_backprop_format="low-rank", dp_compression_format="low-rank", fused_embedding_sync=True,
         **{f"{name}_format": "int8" for name in formats},
     )  # fmt: skip
     graph = argparse.Namespace(cuda_graph_impl="full_iteration", overlap_param_gather=overlapped)
@@ -213,7 +217,7 @@ def test_what_would_lose_state_is_refused_only_where_there_is_state(megatron: di
     refuse_unsupported(args, OptimusConfig(compressed_backprop_format="int8", dp_compression_format="int4"))
     refuse_unsupported(args, OptimusConfig(dp_compression_format="int4", dp_compression_stages="auto"))
     with pytest.raises(FlagError, match=said):
-        refuse_unsupported(args, OptimusConfig(dp_compression=True))
+        refuse_unsupported(args, OptimusConfig(dp_compression_format="low-rank"))
 
 
 def save_locally() -> list[tuple[int, bool]]:
@@ -227,7 +231,7 @@ def save_locally() -> list[tuple[int, bool]]:
     local = argparse.Namespace(non_persistent_ckpt_type="local", save=None)
     training.get_args = lambda: local
     # A save that is not local would ask this session for its state.
-    session = types.SimpleNamespace(config=OptimusConfig(dp_compression=True))
+    session = types.SimpleNamespace(config=OptimusConfig(dp_compression_format="low-rank"))
     _, wrap = checkpointing.wraps(session)[0]  # type: ignore[arg-type]
     wrap(save_checkpoint)(7, non_persistent_ckpt=True)
     return saved

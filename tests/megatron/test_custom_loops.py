@@ -72,7 +72,8 @@ def a_preset_with_changes() -> list[Any]:
 def test_a_preset_takes_changes_by_name_and_is_what_the_flag_stands_for() -> None:
     for config, unknown, impossible, mistyped in run_ranks(4, a_preset_with_changes, timeout=90):
         assert config == OptimusConfig(
-            compressed_backprop=True, compressed_backprop_rank=8, fused_embedding_sync=True, dp_compression=True,
+            compressed_backprop_format="low-rank", compressed_backprop_rank=8, fused_embedding_sync=True,
+            dp_compression_format="low-rank",
             dp_compression_stages=2,
         )  # fmt: skip
         assert "'papr' is not the name of a preset. Give paper" in unknown
@@ -166,7 +167,8 @@ def groups_that_lack(name: str, value: str, changes: dict[str, Any], ddp: dict[s
 @pytest.mark.parametrize(
     ("name", "value", "changes", "ddp", "said"),
     [
-        ("pp", "two", {"compressed_backprop": True}, {}, "(compressed_backprop): the model has no pipeline process"),
+        ("pp", "two", {"compressed_backprop_format": "low-rank"}, {},
+        "(compressed_backprop): the model has no pipeline process"),
         ("pp", "two", {}, {}, "no error"),
         (
             "embd", "none", {"fused_embedding_sync": True}, {"use_distributed_optimizer": True},
@@ -301,7 +303,7 @@ def _finalize_and_fail(*args: Any, **kwargs: Any) -> None:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["not ended", "its pass raised"])
 def test_a_step_that_was_abandoned_leaves_no_trace(fails: bool) -> None:
-    config = OptimusConfig(dp_compression=True, dp_compression_rank=2, _force_compression=True)
+    config = OptimusConfig(dp_compression_format="low-rank", dp_compression_rank=2, _force_compression=True)
     for unchanged, uncounted, remembered in run_ranks(2, an_abandoned_step, config, fails, timeout=60):
         assert remembered and unchanged and uncounted
 

@@ -32,7 +32,7 @@ def test_as_json_it_is_for_programs() -> None:
     answer = json.loads(ask_doctor(PP2 + "--optimus-cc --dp-compression-stages 1", 4, "--json").output)
     assert "(rank 128, the first stage)" in answer["verdict"]
     assert (answer["ok"], answer["exit_code"], answer["world_size"]) == (True, 0, 4)
-    assert answer["config"]["dp_compression"] and answer["layout"]["stages"] == 2
+    assert answer["config"]["dp_compression_format"] == "low-rank" and answer["layout"]["stages"] == 2
     backward = answer["bytes_per_iteration"]["pipeline backward"]
     assert 0 < backward["sent"] < backward["raw"]
     assert answer["memory_per_rank"].keys() == {"weights, gradients and optimizer", "activations", *KINDS}

@@ -27,7 +27,8 @@ OF_THE_TRAINING_LOOP = {
 """The options that no configuration of a model holds: they belong to Megatron's own loop, checkpoints or network."""
 
 EVERYTHING = OptimusConfig(
-    compressed_backprop=True, dp_compression=True, fused_embedding_sync_format="int8", param_gather_format="int8",
+    compressed_backprop_format="low-rank", dp_compression_format="low-rank", fused_embedding_sync_format="int8",
+    param_gather_format="int8",
     pipeline_forward_format="int8", expert_dispatch_format="int8", expert_gradient_format="int8",
 )  # fmt: skip
 
@@ -167,7 +168,7 @@ def with_muon() -> tuple[str, str, str, list[str]]:
     logger, lines = logging.getLogger("optimus_cc_ext"), list[str]()
     logger.setLevel(logging.INFO)
     logger.addFilter(lambda record: bool(lines.append(record.getMessage())) or True)
-    found, low_rank = [], OptimusConfig(dp_compression=True, dp_compression_rank=2)
+    found, low_rank = [], OptimusConfig(dp_compression_format="low-rank", dp_compression_rank=2)
     gather = OptimusConfig(param_gather_format="int8")
     for config in ("paper", low_rank, gather):
         model = own_loops.build(1, in_bf16=True, use_distributed_optimizer=config is gather)

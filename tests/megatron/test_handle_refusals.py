@@ -62,7 +62,7 @@ def one_rank_alone() -> list[str]:
     model, rank = own_loops.build(1), torch.distributed.get_rank()
     found = [
         said(lambda: optimus_cc_ext.compress(model, None, FE if rank == 1 else SC)),
-        said(lambda: optimus_cc_ext.compress(model, None, {"dp_compression": True})),  # type: ignore[arg-type]
+        said(lambda: optimus_cc_ext.compress(model, None, {"dp_compression_format": "low-rank"})),  # type: ignore[arg-type]
     ]
     with optimus_cc_ext.compress(own_loops.build(1) if rank else model, None, SC):
         found.append(said(lambda: optimus_cc_ext.compress(model, None, SC)))

@@ -15,8 +15,9 @@ from tests.megatron import own_loops
 from tests.megatron.test_kept_checkpoint import HERE, differences
 
 LOW_RANK = OptimusConfig(
-    compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
-    residual_across_iterations="carry", dp_compression=True, dp_compression_rank=2, _force_compression=True,
+    compressed_backprop_format="low-rank", compressed_backprop_rank=2, compressed_backprop_messages="all",
+    residual_across_iterations="carry", dp_compression_format="low-rank", dp_compression_rank=2,
+    _force_compression=True,
     compression_state_dtype="bf16",
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ INT8 = OptimusConfig(
     compressed_backprop_format="int8", dp_compression_format="int8", fused_embedding_sync_format="int8",
 )  # fmt: skip
 LOW_RANK = OptimusConfig(
-    dp_compression=True, dp_compression_rank=2, _force_compression=True
+    dp_compression_format="low-rank", dp_compression_rank=2, _force_compression=True
 )  # fmt: skip
 EXACT = {
     2: INT8.replace(_exact_blocks=True, block_rotation=False),

@@ -23,8 +23,9 @@ from tests.megatron import own_loops
 
 HERE = Path(__file__).parent
 LOW_RANK = OptimusConfig(
-    compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
-    residual_across_iterations="carry", dp_compression=True, dp_compression_rank=2, _force_compression=True,
+    compressed_backprop_format="low-rank", compressed_backprop_rank=2, compressed_backprop_messages="all",
+    residual_across_iterations="carry", dp_compression_format="low-rank", dp_compression_rank=2,
+    _force_compression=True,
     compression_state_dtype="bf16",
 )  # fmt: skip
 SHARED = OptimusConfig(dp_compression_format="int4", dp_compression_stages="auto", _force_compression=True)
@@ -96,7 +97,7 @@ def resumed_from_a_compressed_bucket(folder: Path) -> tuple[str, tuple[int, int]
     from optimus_cc_ext.checkpoint.beside import resume_beside, save_beside
 
     own_loops.start(1)
-    config = OptimusConfig(dp_compression=True, dp_compression_rank=2, dp_compression_stages="all")
+    config = OptimusConfig(dp_compression_format="low-rank", dp_compression_rank=2, dp_compression_stages="all")
     arguments, said = SimpleNamespace(**vars(ARGUMENTS) | {"world_size": 2}), io.StringIO()
     with pytest.MonkeyPatch.context() as before:
         before.setattr(bucket_plan, "_pays", lambda *_: True)

@@ -27,7 +27,7 @@ def config_of(**changes: Any) -> OptimusConfig:
 
 
 INT8 = config_of(dp_compression_format="int8")
-LOW_RANK = config_of(dp_compression=True, dp_compression_rank=2, _force_compression=True)
+LOW_RANK = config_of(dp_compression_format="low-rank", dp_compression_rank=2, _force_compression=True)
 GATHER = config_of(param_gather_format="int8")
 
 

@@ -15,7 +15,7 @@ from tests.forked_ranks import run_ranks
 from tests.megatron import one_of_many, own_loops
 from tests.megatron_runs import last_stage_losses, run_megatron
 
-INT4 = OptimusConfig(dp_compression=True, dp_compression_format="int4")
+INT4 = OptimusConfig(dp_compression_format="int4")
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ INT4 = OptimusConfig(dp_compression=True, dp_compression_format="int4")
          "stores in bf16, and 2 in fp32"),
         (256, False, INT4, "multiples of 1 values: kernels need 8 times as many loads and stores in bf16, and 4 in"),
         (256, True, INT4, None),
-        (256, False, OptimusConfig(dp_compression=True), None),
+        (256, False, OptimusConfig(dp_compression_format="low-rank"), None),
     ],
 )  # fmt: skip
 def test_doctor_says_what_shards_at_odd_places_cost(replicas, padded, config, said) -> None:

@@ -19,8 +19,9 @@ INT8 = OptimusConfig(
     compressed_backprop_format="int8", dp_compression_format="int8", fused_embedding_sync_format="int8",
 )  # fmt: skip
 LOW_RANK = OptimusConfig(
-    compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
-    residual_across_iterations="carry", dp_compression=True, dp_compression_rank=2, dp_compression_warmup=0.3,
+    compressed_backprop_format="low-rank", compressed_backprop_rank=2, compressed_backprop_messages="all",
+    residual_across_iterations="carry", dp_compression_format="low-rank", dp_compression_rank=2,
+    dp_compression_warmup=0.3,
     _force_compression=True,
 )  # fmt: skip
 

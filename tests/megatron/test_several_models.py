@@ -27,7 +27,7 @@ def settings(name: str) -> OptimusConfig | str:
         return "balanced"
     if name == "critic":
         return OptimusConfig(dp_compression_format="int8")
-    return OptimusConfig(dp_compression=True, dp_compression_rank=2, _force_compression=True)
+    return OptimusConfig(dp_compression_format="low-rank", dp_compression_rank=2, _force_compression=True)
 
 
 @dataclass

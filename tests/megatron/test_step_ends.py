@@ -14,7 +14,7 @@ from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
 
 LOW_RANK = OptimusConfig(
-    dp_compression=True, dp_compression_rank=2, dp_compression_warmup=0.3, _force_compression=True,
+    dp_compression_format="low-rank", dp_compression_rank=2, dp_compression_warmup=0.3, _force_compression=True,
 )  # fmt: skip
 STEPS = 3  # the first one is the warm-up
 

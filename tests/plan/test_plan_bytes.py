@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.tools.doctor.estimate import Gpt, OnNodes, bytes_by_class, places_of
@@ -28,9 +28,12 @@ JOBS = {
 }
 CONFIGS = {
     "dense": {},
-    "paper": {"compressed_backprop": True, "fused_embedding_sync": True, "dp_compression": True},
+    "paper": {
+        "compressed_backprop_format": "low-rank", "fused_embedding_sync": True, "dp_compression_format": "low-rank",
+    },
     "all low-rank": {
-        "compressed_backprop": True, "compressed_backprop_messages": "all", "dp_compression": True,
+        "compressed_backprop_format": "low-rank", "compressed_backprop_messages": "all",
+        "dp_compression_format": "low-rank",
     },
     "int8": {
         "pipeline_forward_format": "int8", "compressed_backprop_format": "int8", "dp_compression_format": "int8",
@@ -73,7 +76,11 @@ def planned(job: Job, config: OptimusConfig) -> dict[str, float]:
     embedding.
     """
     named = config.dp_compression_stages
-    chosen = frozenset(range(named if isinstance(named, int) else job.pp)) if config.dp_compression else frozenset()
+    chosen = (
+        frozenset(range(named if isinstance(named, int) else job.pp))
+        if config.is_on(classes.DP_GRADIENTS)
+        else frozenset()
+    )
     switches = Switches.of(config, job.pp).where("DP gradients", chosen)
     schedule, found = schedule_of(job.pp, job.vpp, job.micro_batches), dict.fromkeys(("gradients", "gather"), 0.0)
     ranks, last = rank_costs(CLUSTERS["paper"], job, config), job.pp * job.vpp - 1
@@ -145,7 +152,11 @@ def reason(job: Job, config: OptimusConfig) -> str | None:
     low_rank = config.dp_compression_format == "low-rank"
     if config.fused_embedding_sync_format != "dense" and job.distributed_optimizer:
         return PAIR
-    return EMBEDDING if config.dp_compression and not low_rank and not config.fused_embedding_sync else None
+    return (
+        EMBEDDING
+        if config.is_on(classes.DP_GRADIENTS) and not low_rank and not config.is_on(classes.EMBEDDING)
+        else None
+    )
 
 
 def measured(name: str, form: str, sharded: bool) -> tuple[str | None, dict[str, float], dict[str, int]]:

@@ -118,11 +118,11 @@ def test_blocks_send_as_many_bytes_as_a_codec_writes(form: str) -> None:
 
 
 def test_low_rank_sends_its_factors_and_nothing_where_nothing_is_saved() -> None:
-    sent = gradient_message(CLUSTER, JOB, OptimusConfig(compressed_backprop=True))
+    sent = gradient_message(CLUSTER, JOB, OptimusConfig(compressed_backprop_format="low-rank"))
     assert sent.nbytes == 2 * 16 * (JOB.rows + JOB.model.hidden)
-    all_of_it = OptimusConfig(compressed_backprop=True, compressed_backprop_rank=4096)
+    all_of_it = OptimusConfig(compressed_backprop_format="low-rank", compressed_backprop_rank=4096)
     assert gradient_message(CLUSTER, JOB, all_of_it).nbytes == 2 * JOB.rows * JOB.model.hidden
-    assert low_rank_values(JOB, OptimusConfig(dp_compression=True, dp_compression_rank=4096)) == (0, 0)
+    assert low_rank_values(JOB, OptimusConfig(dp_compression_format="low-rank", dp_compression_rank=4096)) == (0, 0)
 
 
 @pytest.mark.parametrize("distributed", [False, True])
@@ -131,7 +131,7 @@ def test_on_a_slow_line_compressed_gradients_are_reduced_in_less_than_half_the_t
     form: str, distributed: bool
 ) -> None:
     job, cluster = JOB.replace(distributed_optimizer=distributed), CLUSTERS["10gbe"]
-    ours = iteration(cluster, job, OptimusConfig(dp_compression_format=form, dp_compression=True))
+    ours = iteration(cluster, job, OptimusConfig(dp_compression_format=form))
     dense = iteration(cluster, job)
     left, was = ours.times.reductions, dense.times.reductions
     # The last norm is on the last stage alone.
@@ -158,7 +158,7 @@ def test_on_a_slow_line_a_compressed_gather_takes_its_share_of_the_bytes_and_lit
 
 
 def test_memory_holds_residuals_and_says_by_how_much_it_does_not_fit() -> None:
-    low_rank = OptimusConfig(dp_compression=True, compressed_backprop=True)
+    low_rank = OptimusConfig(dp_compression_format="low-rank", compressed_backprop_format="low-rank")
     assert memory(JOB)["compression"] == 0.0
     # The state is little more than the residual of all matrices in fp32.
     matrices = 4 * 12 * JOB.model.hidden**2 * 18 / 8
@@ -171,7 +171,7 @@ def test_memory_holds_residuals_and_says_by_how_much_it_does_not_fit() -> None:
     assert memory(JOB, int8)["compression"] == pytest.approx(2 * 8.125 / 8 * JOB.stage_parameters)
     lep = OptimusConfig(compressed_backprop_format="int4", lazy_error_propagation=True)
     assert memory(JOB, lep)["compression"] == 2 * JOB.rows * JOB.model.hidden
-    messages = OptimusConfig(compressed_backprop=True, lazy_error_propagation=True)
+    messages = OptimusConfig(compressed_backprop_format="low-rank", lazy_error_propagation=True)
     assert memory(JOB, messages)["compression"] == 4 * (JOB.rows + 16) * JOB.model.hidden
     # int4 messages of all parameters have 4.125 bits a value; a rank keeps its own quarter twice, in bf16.
     gather, parameters = OptimusConfig(param_gather_format="int4"), JOB.stage_parameters + JOB.embedding_share
@@ -357,7 +357,9 @@ def test_experts_gradients_are_reduced_over_the_replicas_of_experts_alone() -> N
     dense = added(EXPERTS, DENSE)
     assert dense == pytest.approx(4 * routed * 3 / 4)
     assert added(EXPERTS.replace(gpus=16), DENSE) == 0.0, "no expert has a second replica"
-    assert added(EXPERTS, OptimusConfig(dp_compression=True)) == pytest.approx(dense), "low rank leaves experts dense"
+    assert added(EXPERTS, OptimusConfig(dp_compression_format="low-rank")) == pytest.approx(dense), (
+        "low rank leaves experts dense"
+    )
     assert added(EXPERTS, OptimusConfig(dp_compression_format="int8")) < 0.3 * dense
 
 

@@ -13,7 +13,7 @@ from optimus_cc_ext.tools.plan.timeline import Sent, StageCost, last_backward_en
 
 DENSE, EPILOGUE, ALL, GRADIENTS, BOTH = (
     OptimusConfig(),
-    OptimusConfig(compressed_backprop=True),
+    OptimusConfig(compressed_backprop_format="low-rank"),
     OptimusConfig(compressed_backprop_format="int8"),
     OptimusConfig(dp_compression_format="int8"),
     OptimusConfig(compressed_backprop_format="int8", pipeline_forward_format="int8"),
@@ -65,7 +65,9 @@ def test_tensor_parallelism_lengthens_both_passes_and_the_embeddings_sum_follows
     assert whole.times.reductions == untied.times.reductions
 
 
-@pytest.mark.parametrize("config", [DENSE, OptimusConfig(compressed_backprop=True, dp_compression=True), BOTH])
+@pytest.mark.parametrize(
+    "config", [DENSE, OptimusConfig(compressed_backprop_format="low-rank", dp_compression_format="low-rank"), BOTH]
+)
 def test_where_the_seconds_go_adds_up_and_nothing_is_negative(config: OptimusConfig) -> None:
     whole = iteration(SLOW, JOB, config)
     parts = breakdown(JOB, whole)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from optimus_cc_ext import OptimusConfig, __version__
+from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PIPELINE_BACKWARD
 from optimus_cc_ext.techniques.crossing import crossing_lines
 from optimus_cc_ext.techniques.grid import RankPlace
 from scripts.experiments.models import MODELS, Layout, Training
@@ -100,7 +101,7 @@ def test_every_variant_works_on_every_layout_without_flags_of_classes_that_are_n
             flags = flags_of(text, layout, papers_ranks(256), ["--no-compression-metrics"])
             # these variants set a flag of Megatron's
             config = training.config_of(flags, ignore_others="instances" in name or "bf16" in name)
-            between, replicas = config.compressed_backprop or config.fused_embedding_sync, config.dp_compression
+            between, replicas = any(map(config.is_on, (PIPELINE_BACKWARD, EMBEDDING))), config.is_on(DP_GRADIENTS)
             assert not (between and layout.stages == 1) and not (replicas and layout.replicas == 1), name
             assert name == "vanilla" or flags[-1] == "--no-compression-metrics"
 

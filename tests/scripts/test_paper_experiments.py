@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import DP_GRADIENTS, PIPELINE_BACKWARD
 from optimus_cc_ext.config.flags import request_from
 from optimus_cc_ext.config.presets import resolve
 from tests.forked_ranks import run_ranks
@@ -149,12 +150,12 @@ def test_every_command_is_accepted_and_means_the_papers_techniques() -> None:
 
 def facts(config: OptimusConfig) -> dict[str, Any]:
     """Return the settings of a configuration that have an effect."""
-    known: dict[str, Any] = {"cb": config.compressed_backprop, "fe": config.fused_embedding_sync}
-    known |= {"sc": config.dp_compression, "statistics": config.compression_error_statistics}
-    if config.compressed_backprop:
+    known: dict[str, Any] = {"cb": config.is_on(PIPELINE_BACKWARD), "fe": config.fused_embedding_sync}
+    known |= {"sc": config.is_on(DP_GRADIENTS), "statistics": config.compression_error_statistics}
+    if known["cb"]:
         known |= {"cb rank": config.compressed_backprop_rank, "messages": config.compressed_backprop_messages}
         known |= {"lep": config.lazy_error_propagation, "residual": config.residual_across_iterations}
-    if config.dp_compression:
+    if known["sc"]:
         known |= {"sc rank": config.dp_compression_rank, "stages": config.dp_compression_stages}
         known |= {"feedback": config.dp_error_feedback, "warm-up": config.dp_compression_warmup}
     return known

@@ -235,7 +235,7 @@ def test_bytes_of_a_tied_embedding_are_its_own_class_wherever_it_lies():
 
 def test_rules_are_what_the_configuration_says_and_tests_may_put_a_format_that_loses_nothing_in_its_place():
     config = OptimusConfig(
-        dp_compression=True, dp_compression_format="int4", fused_embedding_sync=True,
+        dp_compression_format="int4", fused_embedding_sync=True,
         fused_embedding_sync_format="int8", param_gather_format="int4", dp_compression_rank=7,
     )  # fmt: skip
     rules = BucketRules.of(config, ranks=8, sharded=True, fused=True)
@@ -243,10 +243,13 @@ def test_rules_are_what_the_configuration_says_and_tests_may_put_a_format_that_l
         ranks=8, sharded=True, format="int4", sums="int8", rank=7, fused="int8", gathered="int4"
     )  # fmt: skip
     assert BucketRules.of(config, ranks=8, sharded=True, fused=False).fused is None
-    in_exact = OptimusConfig(dp_compression=True, dp_compression_format="int4", _exact_blocks=True)
+    in_exact = OptimusConfig(dp_compression_format="int4", _exact_blocks=True)
     exact = BucketRules.of(in_exact, ranks=2, sharded=False, fused=True)
     assert (exact.format, exact.sums, exact.fused) == ("exact", "exact", "dense")
-    assert BucketRules.of(OptimusConfig(dp_compression=True), ranks=2, sharded=False, fused=False).format == "low-rank"
+    assert (
+        BucketRules.of(OptimusConfig(dp_compression_format="low-rank"), ranks=2, sharded=False, fused=False).format
+        == "low-rank"
+    )
     assert BucketRules.of(OptimusConfig(), ranks=2, sharded=False, fused=False).format == "dense"
     assert [replaced_group(sharded) for sharded in (False, True)] == [
         "data_parallel_group", "intra_distributed_optimizer_instance_group",

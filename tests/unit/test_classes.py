@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -66,7 +65,7 @@ def test_a_row_names_what_there_is(traffic: TrafficClass) -> None:
     assert traffic.options in OptimusConfig.__bases__
     assert traffic.format_field in traffic.fields and "dense" in traffic.formats
     assert set(traffic.settings) <= traffic.fields.keys()
-    assert bool(traffic.settings) == bool(traffic.remembers) == hasattr(traffic.options, traffic.remembers or "-")
+    assert bool(traffic.settings) == bool(traffic.switch) == ("low-rank" in traffic.formats)
     assert {need.fact for need in traffic.needs} <= {field.name for field in dataclasses.fields(Layout)}
     assert traffic.presets.keys() <= set(PRESETS)
     for wanted in traffic.presets.values():
@@ -83,15 +82,11 @@ def test_the_configuration_has_the_options_of_every_class_and_each_belongs_to_on
 @every_class
 def test_a_class_is_on_alone_in_each_of_its_formats_and_off_in_dense(traffic: TrafficClass) -> None:
     for format in traffic.formats:
-        config = OptimusConfig(**{traffic.format_field: format}).replace(**_switch(traffic, on=format == "low-rank"))
+        config = OptimusConfig(**{traffic.format_field: format})
         assert config.format_of(traffic) == format
         assert [each for each in CLASSES if config.is_on(each)] == ([traffic] if format != "dense" else [])
         assert config.any_technique == config.is_on(traffic)
         assert describe(config).startswith(traffic.phrase if format != "dense" else "every technique is off")
-
-
-def _switch(traffic: TrafficClass, *, on: bool) -> dict[str, object]:
-    return {traffic.switch: on} if on and traffic.switch != traffic.format_field else {}
 
 
 @given(
@@ -99,20 +94,23 @@ def _switch(traffic: TrafficClass, *, on: bool) -> dict[str, object]:
     given_format=st.sampled_from([None, "low-rank", "int8", "int4", "dense"]),
 )  # fmt: skip
 def test_a_format_is_the_only_switch(switch: bool | None, given_format: str | None) -> None:
-    """The boolean stands for the default format, and has no effect beside another format, in whatever order they
-    come.
+    """A switch stands for low rank, or for dense, and has no effect beside a format; only beside a block format it must
+    not be off.
     """
+    layout = Layout(stages=4, data_parallel=4, tied_embeddings=True)
     for traffic in CLASSES:
-        if traffic.switch == traffic.format_field or given_format not in (None, *traffic.formats):
+        if not traffic.switch or given_format not in (None, *traffic.formats):
             continue
-        asked: dict[str, Any] = {} if given_format is None else {traffic.format_field: given_format}
-        asked |= {} if switch is None else {traffic.switch: switch}
-        default = traffic.default
-        format = given_format or default
-        on = bool(switch) if format == default else format != "dense"
-        config = OptimusConfig(**asked)
-        assert (config.is_on(traffic), getattr(config, traffic.switch)) == (on, on)
-        assert config.format_of(traffic) == (format if on else "dense")
+        line = [] if given_format is None else [traffic.format_flag, given_format]
+        line += [] if switch is None else [traffic.flag if switch else f"--no-{traffic.flag[2:]}"]
+        if switch is False and given_format in traffic.block_formats:
+            with pytest.raises(FlagError, match="it contradicts "):
+                config_of(line, layout)
+            continue
+        config = config_of(line, layout)
+        off = switch is False or ((given_format or "dense") == "dense" and not (switch and given_format is None))
+        assert config.format_of(traffic) == ("dense" if off else given_format or "low-rank")
+        assert config.is_on(traffic) is not off
         assert dataclasses.replace(config) == config == config.replace()
 
 
@@ -122,13 +120,7 @@ def test_a_format_that_is_changed_leaves_its_class_on_unless_it_is_dense_and_wha
 ) -> None:
     before = OptimusConfig(**{traffic.format_field: "int8"})  # type: ignore[arg-type]
     for format in traffic.formats:
-        switch = {} if traffic.switch == traffic.format_field else {traffic.switch: format != "dense"}
-        # Fused embedding synchronisation stays fused if its format is dense: this class alone has a switch beside its
-        # format.
-        switch |= {traffic.switch: True} if traffic.tag == "embedding" else {}
-        assert before.replace(**{traffic.format_field: format}) == OptimusConfig(
-            **{traffic.format_field: format, **switch}  # type: ignore[arg-type]
-        )
+        assert before.replace(**{traffic.format_field: format}) == OptimusConfig(**{traffic.format_field: format})
 
 
 def test_nothing_can_be_written_into_a_configuration() -> None:
@@ -171,8 +163,8 @@ def test_the_session_has_a_technique_and_a_gauge_for_each_class_by_its_name() ->
     session = Session(OptimusConfig())
     names = {traffic.name for traffic in CLASSES}
     assert {technique.name for technique in session.techniques} | {"fused_embedding_sync"} == names
-    remembering = {traffic.name for traffic in CLASSES if traffic.remembers}
-    everything = Session(OptimusConfig(compressed_backprop=True, dp_compression=True))
+    remembering = {traffic.name for traffic in CLASSES if "low-rank" in traffic.formats}
+    everything = Session(OptimusConfig(compressed_backprop_format="low-rank", dp_compression_format="low-rank"))
     assert {technique.name for technique in everything.techniques if technique.on} == remembering
 
 
@@ -180,7 +172,7 @@ def test_the_session_has_a_technique_and_a_gauge_for_each_class_by_its_name() ->
 def test_ranks_agree_about_the_kernels_of_every_class(traffic: TrafficClass) -> None:
     grid = Grid(place=RankPlace(rank=0, stage=0, tensor_rank=0), stages=1, data_parallel=1)
     for format in traffic.formats:
-        config = OptimusConfig(**{traffic.format_field: format}).replace(**_switch(traffic, on=format == "low-rank"))
+        config = OptimusConfig(**{traffic.format_field: format})
         needed = agreement._needed(config, grid)
         assert bool(needed.ranks) == (format == "low-rank")
         assert format in needed.formats or format not in FORMATS

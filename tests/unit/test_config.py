@@ -29,13 +29,16 @@ def refused(**fields: object) -> FlagError:
 
 def test_nothing_is_on_by_default_and_each_technique_alone_counts_as_one() -> None:
     assert not OptimusConfig().any_technique
-    for field in ("compressed_backprop", "fused_embedding_sync", "dp_compression"):
-        assert not getattr(OptimusConfig(), field)
-        assert OptimusConfig(**{field: True}).any_technique
+    for one in (
+        {"compressed_backprop_format": "low-rank"},
+        {"fused_embedding_sync": True},
+        {"dp_compression_format": "int8"},
+    ):
+        assert OptimusConfig(**one).any_technique  # type: ignore[arg-type]
 
 
 def test_defaults_are_the_papers_but_for_the_residual_across_iterations() -> None:
-    config = OptimusConfig()
+    config = OptimusConfig(compressed_backprop_format="low-rank", dp_compression_format="low-rank")
     assert (config.compressed_backprop_rank, config.dp_compression_rank) == (16, 128)
     assert config.compressed_backprop_messages == "epilogue"
     assert config.lazy_error_propagation and config.dp_error_feedback
@@ -93,15 +96,17 @@ def test_each_dataclass_validates_itself_and_a_copy_with_changes_again() -> None
         CompressedBackpropConfig(compressed_backprop_rank=0)
     with pytest.raises(FlagError, match=r"^dp_compression_rank"):
         DataParallelCompressionConfig(dp_compression_rank=0)
-    config = OptimusConfig(dp_compression=True)
-    assert config.replace(dp_compression_rank=7) == OptimusConfig(dp_compression=True, dp_compression_rank=7)
+    config = OptimusConfig(dp_compression_format="low-rank")
+    assert config.replace(dp_compression_rank=7) == OptimusConfig(
+        dp_compression_format="low-rank", dp_compression_rank=7
+    )
     with pytest.raises(FlagError, match=r"^dp_compression_rank"):
         config.replace(dp_compression_rank=0)
 
 
 def test_a_configuration_cannot_be_changed_in_place() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        OptimusConfig().dp_compression = True  # type: ignore[misc]
+        OptimusConfig().dp_compression_format = "int8"  # type: ignore[misc]
 
 
 def test_every_public_field_but_the_presets_own_is_documented_and_the_tests_fields_are_not_public() -> None:
@@ -112,24 +117,8 @@ def test_every_public_field_but_the_presets_own_is_documented_and_the_tests_fiel
     assert not any(name in repr(OptimusConfig()) for name in hidden)
 
 
-TECHNIQUES = ("compressed_backprop", "dp_compression", "fused_embedding_sync")
-
-
-@pytest.mark.parametrize("technique", TECHNIQUES)
-def test_a_format_other_than_dense_switches_its_class_on_and_dense_is_the_way_out(technique: str) -> None:
-    name = f"{technique}_format"
-    for chosen in CHOICES[name].split(", "):
-        if chosen.startswith("int"):
-            assert getattr(OptimusConfig(**{name: chosen}), technique)
-        assert getattr(OptimusConfig(**{technique: True, name: chosen}), technique) == (
-            chosen != "dense" or technique == "fused_embedding_sync"
-        )
-    assert OptimusConfig(pipeline_forward_format="int8").any_technique
-    assert OptimusConfig(param_gather_format="int8").any_technique
-
-
 def test_messages_and_feedback_follow_from_the_format_unless_they_are_given() -> None:
-    low_rank, int8 = OptimusConfig(compressed_backprop=True), OptimusConfig(compressed_backprop_format="int8")
+    low_rank, int8 = (OptimusConfig(compressed_backprop_format=form) for form in ("low-rank", "int8"))
     assert (low_rank.compressed_backprop_messages, low_rank.lazy_error_propagation) == ("epilogue", True)
     assert (int8.compressed_backprop_messages, int8.lazy_error_propagation) == ("all", False)
     assert low_rank.replace(compressed_backprop_format="int8") == int8

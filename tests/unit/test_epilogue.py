@@ -75,7 +75,7 @@ def test_the_epilogue_is_the_receivers_cooldown_and_both_ends_agree_on_it(stages
 
 @pytest.mark.parametrize("messages", ["epilogue", "all"])
 def test_a_link_compresses_the_messages_that_were_asked_for(messages: str) -> None:
-    config = OptimusConfig(compressed_backprop=True, compressed_backprop_messages=messages)  # type: ignore[arg-type]
+    config = OptimusConfig(compressed_backprop_format="low-rank", compressed_backprop_messages=messages)  # type: ignore[arg-type]
     shape = torch.Size((256, 2, 256))
     for stages, micro_batches in ((2, 1), (2, 8), (4, 2), (4, 6), (8, 3), (8, 16)):
         for sender in range(1, stages):

@@ -32,9 +32,9 @@ def options(**given: Any) -> Namespace:
 @pytest.mark.parametrize("dispatcher", ["flex", "allgather"])
 def test_other_dispatchers_conflict_with_tokens_alone_and_one_line_says_that_their_traffic_stays(dispatcher) -> None:
     args = options(moe_token_dispatcher_type=dispatcher)
-    found = conflicts(args, TOKENS.replace(dp_compression=True))
+    found = conflicts(args, TOKENS.replace(dp_compression_format="low-rank"))
     assert found.keys() == {EXPERT_DISPATCH, EXPERT_GRADIENT}
-    (line,) = remarks(args, OptimusConfig(dp_compression=True))
+    (line,) = remarks(args, OptimusConfig(dp_compression_format="low-rank"))
     assert line.startswith(f"--moe-token-dispatcher-type {dispatcher}: tokens are exchanged as in vanilla")
     assert remarks(options(), TOKENS) == remarks(args, OptimusConfig()) == []
     assert remarks(options(moe_token_dispatcher_type=dispatcher, num_experts=None), TOKENS) == []

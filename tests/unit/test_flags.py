@@ -1,7 +1,6 @@
 """Flags of the group "Optimus-CC": their values, the configuration that they give, and that the documents agree."""
 
 import argparse
-import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -10,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.config import default_of, flag_of, literals_of, type_of
 from optimus_cc_ext.config.artifact import ARTIFACT_FLAGS
-from optimus_cc_ext.config.flags import Request, add_flags, request_from
+from optimus_cc_ext.config.flags import Request, add_flags, flag_fields, request_from
 from tests.launches import launch
 
 FLAGS_MD = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text()
-FIELDS = [field for field in dataclasses.fields(OptimusConfig) if field.metadata["help"]]
+FIELDS = [field for field in flag_fields() if field.metadata["help"]]
 
 
 def parse(line: str) -> Request:
@@ -39,7 +37,7 @@ def test_megatrons_help_shows_every_flag_with_its_default_and_the_artifacts_name
 def test_every_field_has_a_flag_of_its_name_and_a_row_with_values_default_and_the_artifacts_name() -> None:
     actions = add_flags(argparse.ArgumentParser())._option_string_actions
     table = FLAGS_MD.replace("`--seed`", "--seed").splitlines()
-    for field in dataclasses.fields(OptimusConfig):
+    for field in flag_fields():
         action = actions[flag_of(field.name)]
         assert action.default is None, "given and not given must be told apart"
         if type_of(field) is bool:

@@ -27,12 +27,13 @@ SHAPE = (16, 2, 48)
 
 def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, **config):
     config = {
+        "compressed_backprop_format": "low-rank",
         "compressed_backprop_rank": 4,
         "compressed_backprop_messages": "all",
         "residual_across_iterations": "carry",  # carrying residuals needs more state than dropping them
     } | config
     config = OptimusConfig(
-        compressed_backprop=True, _force_compression=force, compression_seed=seed,
+        _force_compression=force, compression_seed=seed,
         compression_state_dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[state_dtype], **config,
     )  # fmt: skip
     return ends_of(LinkPlan(config, sending_stage=1, receiving_stage=0), compressor)
@@ -174,7 +175,7 @@ def test_without_lep_every_message_stands_alone():
 
 def technique(policy, compressor=None):
     config = OptimusConfig(
-        compressed_backprop=True, compressed_backprop_rank=4, compressed_backprop_messages="all",
+        compressed_backprop_format="low-rank", compressed_backprop_rank=4, compressed_backprop_messages="all",
         residual_across_iterations=policy, compression_seed=7,
     )  # fmt: skip
     technique = CompressedBackprop(config, compressor or FastLowRank(), None)

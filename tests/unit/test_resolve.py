@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, PIPELINE_BACKWARD
 from optimus_cc_ext.config.flags import add_flags, request_from
 from optimus_cc_ext.config.presets import Layout, Resolution, resolve
 from optimus_cc_ext.errors import FlagError
@@ -20,13 +20,13 @@ from optimus_cc_ext.errors import FlagError
 FOUR_BY_FOUR = Layout(stages=4, data_parallel=4, tied_embeddings=True, train_iters=100, seed=99)
 SHARDED = replace(FOUR_BY_FOUR, distributed_optimizer=True, master_copies=True)
 PAPER = OptimusConfig(
-    compressed_backprop=True,
+    compressed_backprop_format="low-rank",
     compressed_backprop_rank=16,
     compressed_backprop_messages="epilogue",
     lazy_error_propagation=True,
     residual_across_iterations="drop",
     fused_embedding_sync=True,
-    dp_compression=True,
+    dp_compression_format="low-rank",
     dp_compression_rank=128,
     dp_compression_warmup=0.0,
     dp_error_feedback=True,
@@ -36,12 +36,10 @@ PAPER = OptimusConfig(
 )
 BALANCED = OptimusConfig(
     pipeline_forward_format="int8",
-    compressed_backprop=True,
     compressed_backprop_format="int8",
     compressed_backprop_messages="all",
     fused_embedding_sync=True,
     fused_embedding_sync_format="int8",
-    dp_compression=True,
     dp_compression_format="int8",
     dp_compression_stages="all",
     compression_seed=99,
@@ -109,9 +107,9 @@ def test_a_preset_switches_on_what_the_layout_allows_and_says_what_it_left_out(
     balanced = preset.endswith("balanced")
     config, notes = vars(resolved(preset, layout(stages, replicas, tied))).values()
     assert (config.pipeline_forward_format == "int8") == (balanced and stages > 1)
-    assert config.compressed_backprop == (stages > 1)
+    assert config.is_on(PIPELINE_BACKWARD) == (stages > 1)
     assert config.fused_embedding_sync == (stages > 1 and tied)
-    assert config.dp_compression == (replicas > 1)
+    assert config.is_on(DP_GRADIENTS) == (replicas > 1)
     if replicas > 1:
         assert config.dp_compression_stages == ("all" if balanced else math.ceil(3 * stages / 4))
     left_out = {
@@ -144,7 +142,7 @@ def test_presets_send_gradients_in_int8_to_an_optimizer_that_amplifies_errors(pr
     said = "--optimus-cc sends DP gradients in int8: --optimizer muon amplifies coarser errors"
     assert notes == ((said,) if preset == "--optimus-cc" else ()), "balanced sends int8 beside every optimizer"
     none = resolved(f"{preset} --no-dp-compression", MUON)
-    assert none.config.dp_compression is False and none.notes == ()
+    assert none.config.dp_compression_format == "dense" and none.notes == ()
 
 
 @pytest.mark.parametrize("format", ["int4", "low-rank"])
@@ -173,9 +171,8 @@ def test_what_the_user_switched_off_is_not_reported_as_left_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "becomes"),
     [
-        ("--no-compressed-backprop", BALANCED.replace(
-            compressed_backprop=False, compressed_backprop_format="low-rank"
-        )),
+        ("--no-compressed-backprop", BALANCED.replace(compressed_backprop_format="dense")),
+        ("--compressed-backprop", BALANCED),
         ("--fused-embedding-sync-format dense", BALANCED.replace(fused_embedding_sync_format="dense")),
         ("--dp-compression-format low-rank --dp-compression-rank 8", BALANCED.replace(
             dp_compression_format="low-rank", dp_compression_rank=8
@@ -248,8 +245,8 @@ def test_a_flag_of_low_rank_is_refused_with_a_format_that_has_none(line: str, fl
 def test_dense_turns_its_class_off_beside_whatever_a_run_had_before() -> None:
     before = "--optimus-cc --dp-compression --dp-compression-rank 8 --dp-error-feedback --compressed-backprop"
     config = resolved(f"{before} --dp-compression-format dense").config
-    assert (config.compressed_backprop, config.dp_compression) == (True, False)
-    assert not resolved(f"{before} --compressed-backprop-format dense").config.compressed_backprop
+    assert (config.compressed_backprop_format, config.dp_compression_format) == ("low-rank", "dense")
+    assert not resolved(f"{before} --compressed-backprop-format dense").config.is_on(PIPELINE_BACKWARD)
 
 
 @pytest.mark.parametrize("technique", ["--dp-compression", "--compressed-backprop"])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS, ARTIFACT_FLAGS
-from optimus_cc_ext.config.classes import CLASSES
-from optimus_cc_ext.config.flags import add_flags, request_from
+from optimus_cc_ext.config.classes import CLASSES, EMBEDDING
+from optimus_cc_ext.config.flags import add_flags, flag_fields, request_from
 from optimus_cc_ext.config.presets import Layout, Resolution, check_layout, resolve
 from optimus_cc_ext.errors import FlagError
 
@@ -19,7 +19,7 @@ OUR_FLAGS = {spelling for action in PARSER._actions for spelling in action.optio
 
 RANKS, FRACTIONS = st.integers(-2, 64), st.sampled_from([-0.5, 0.0, 0.1, 1.0, 1.5, float("nan")])
 STAGES = st.one_of(st.sampled_from(["all", "auto"]), st.integers(-1, 9))
-TECHNIQUES = ("compressed_backprop", "fused_embedding_sync", "dp_compression")
+SWITCHES = {traffic.name: traffic for traffic in CLASSES if traffic.switch}
 KNOBS = {"_force_compression", "_exact_blocks", "only_between_nodes"}
 LOW_RANK_ONLY = {
     "compressed_backprop_format": ("compressed_backprop_rank", "residual_across_iterations"),
@@ -96,19 +96,20 @@ def resolved(line: list[str], layout: Layout) -> Resolution | FlagError:
 
 
 def test_every_field_with_a_flag_has_values_here() -> None:
-    assert set(VALUES) == {field.name for field in dataclasses.fields(OptimusConfig)} - KNOBS
+    assert set(VALUES) == {field.name for field in flag_fields()} - KNOBS
 
 
 def wanted(before: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration `before` with these fields set, and with the consequences of the formats among them."""
-    config = before | fields
-    for technique in TECHNIQUES:
-        default = OptimusConfig.__dataclass_fields__[f"{technique}_format"].default
-        if fields.get(technique) is False and f"{technique}_format" not in fields:
-            config[f"{technique}_format"] = default
-        chosen = config[f"{technique}_format"]
-        if chosen != default:
-            config[technique] = chosen != "dense"
+    config = before | {name: value for name, value in fields.items() if name not in SWITCHES}
+    for name in SWITCHES:
+        chosen = fields.get(f"{name}_format")
+        if fields.get(name) is False and chosen in (None, "low-rank"):
+            config[f"{name}_format"] = "dense"
+        elif fields.get(name) and chosen is None and config[f"{name}_format"] == "dense":
+            config[f"{name}_format"] = "low-rank"
+    if fields.get("fused_embedding_sync") is False:
+        config["fused_embedding_sync_format"] = "dense"
     follows = {
         "compressed_backprop_messages": "epilogue" if config["compressed_backprop_format"] == "low-rank" else "all",
         "lazy_error_propagation": config["compressed_backprop_format"] == "low-rank",
@@ -132,7 +133,8 @@ def test_a_request_becomes_a_valid_configuration_that_holds_it_or_is_refused_by_
     check_layout(outcome.config, layout)
     unasked = resolved(by_itself, layout)
     assert isinstance(unasked, Resolution)
-    left_out = sum(not getattr(unasked.config, technique) for technique in TECHNIQUES) if preset else 0
+    papers = (*SWITCHES.values(), EMBEDDING)
+    left_out = sum(not unasked.config.is_on(traffic) for traffic in papers) if preset else 0
     left_out += "balanced" in preset and unasked.config.pipeline_forward_format == "dense"
     gathered = layout.distributed_optimizer and layout.data_parallel > 1
     left_out += "balanced" in preset and gathered and unasked.config.param_gather_format == "dense"

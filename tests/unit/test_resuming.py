@@ -10,7 +10,7 @@ from optimus_cc_ext.config import OptimusConfig
 
 MESSAGES = {"--micro-batch-size": 2}
 TOPOLOGY = {"the number of ranks": 4, "--pipeline-model-parallel-size": 2}
-BOTH = OptimusConfig(compressed_backprop=True, dp_compression=True, fused_embedding_sync=True)
+BOTH = OptimusConfig(compressed_backprop_format="low-rank", dp_compression_format="low-rank", fused_embedding_sync=True)
 CB, SC = "compressed_backprop", "dp_compression"
 
 
@@ -89,11 +89,11 @@ def test_the_same_run_goes_on_from_everything_also_where_what_the_state_does_not
 
 
 def test_a_technique_that_is_newly_on_starts_afresh_and_one_that_is_off_is_ignored() -> None:
-    newly = decided(saved=BOTH.replace(dp_compression=False))
+    newly = decided(saved=BOTH.replace(dp_compression_format="dense"))
     assert newly.restored == (CB,)
     _, line = newly.lines()
     assert "the state of data-parallel compression is reset" in line and "does not contain it" in line
-    off = decided(now=BOTH.replace(dp_compression=False))
+    off = decided(now=BOTH.replace(dp_compression_format="dense"))
     assert off.restored == (CB,)
     ignored = "the checkpoint's state of data-parallel compression is ignored: this run does not use it"
     assert off.lines()[1:] == [ignored]

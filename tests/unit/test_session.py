@@ -17,8 +17,8 @@ MICRO_BATCHES = 2
 def new_session(train_iters=8, **changes):
     """Make the session of the stage that sends gradients, the second of two."""
     config = OptimusConfig(
-        compressed_backprop=True, compressed_backprop_rank=2, compressed_backprop_messages="all",
-        residual_across_iterations="carry", dp_compression=True, dp_compression_warmup=0.5,
+        compressed_backprop_format="low-rank", compressed_backprop_rank=2, compressed_backprop_messages="all",
+        residual_across_iterations="carry", dp_compression_format="low-rank", dp_compression_warmup=0.5,
     ).replace(**changes)  # fmt: skip
     session = Session(config)
     session.layout = Layout(stages=2, data_parallel=2, tied_embeddings=True, train_iters=train_iters)

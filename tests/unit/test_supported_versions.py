@@ -86,7 +86,7 @@ def doctor_on_an_older_torch() -> int:
 def custom_loop_on_an_older_torch() -> int:
     an_older_torch()
     try:
-        compress([], None, OptimusConfig(compressed_backprop=True))
+        compress([], None, OptimusConfig(compressed_backprop_format="low-rank"))
     except errors.OptimusError as error:
         print(error)
         return 2

@@ -84,7 +84,7 @@ def _compiled_for(value, anywhere: bool = False):
 
 def _send_and_receive(rows: int, columns: int, dtype: torch.dtype, state_dtype: torch.dtype, feedback: bool) -> None:
     config = OptimusConfig(
-        compressed_backprop=True, compressed_backprop_rank=16, compressed_backprop_messages="all",
+        compressed_backprop_format="low-rank", compressed_backprop_rank=16, compressed_backprop_messages="all",
         lazy_error_propagation=feedback, compression_seed=18, _force_compression=True,
         compression_state_dtype="fp32" if state_dtype == torch.float32 else "bf16",
     )  # fmt: skip
@@ -115,7 +115,9 @@ def _reduce(group, dtype: torch.dtype, state_dtype: torch.dtype, feedback: bool)
         low_rank=[ParameterRecord(shape=(64, 128), start=start) for start in range(0, flat.numel(), 64 * 128)],
         dense=(), dtype=dtype, ranks=1, rank=16,
     )  # fmt: skip
-    config = DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=16, dp_error_feedback=feedback)
+    config = DataParallelCompressionConfig(
+        dp_compression_format="low-rank", dp_compression_rank=16, dp_error_feedback=feedback
+    )
     for groups in (Groups(group), _OfOneMatrix(group)):
         tools = LowRankTools(
             device=flat.device, compressor=TritonLowRank(), config=config, states=FactorStates(16), name="", seed=18,

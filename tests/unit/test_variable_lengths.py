@@ -24,7 +24,7 @@ def blocks(**how: Any) -> BlockMessages:
 
 
 def low_rank() -> LowRankMessages:
-    plan = LinkPlan(OptimusConfig(compressed_backprop=True, compressed_backprop_rank=2), 1, 0)
+    plan = LinkPlan(OptimusConfig(compressed_backprop_format="low-rank", compressed_backprop_rank=2), 1, 0)
     return LowRankMessages(
         plan, FastLowRank(), states=FactorStates(2, made_on_demand=True), scratch=Scratch(), gauge=Gauge(),
         statistics=ErrorStatistics(),

@@ -205,7 +205,7 @@ def _saves(
     args: argparse.Namespace, config: OptimusConfig, placement: Placement, nbytes: float, *, here: bool
 ) -> list[Finding]:
     """Return the findings about the folder to which ranks save their state: `nbytes` or less of all ranks together."""
-    if not args.save or not any(config.remembers(each) and config.format_of(each) == "low-rank" for each in CLASSES):
+    if not args.save or not any(map(config.remembers, CLASSES)):
         return []
     folder = Path(args.save).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())

@@ -208,7 +208,7 @@ def bytes_between_nodes(
             if plan.tied_bytes and on.pair_crosses:
                 pair = all_reduce_bytes(plan.tied_bytes, 2)
                 raw += pair
-                sent += pair if not config.fused_embedding_sync else _pair(plan, layout, config, on)
+                sent += pair if not config.is_on(EMBEDDING) else _pair(plan, layout, config, on)
     ranks = layout.data_parallel * gpt.tensor_parallel
     return round(raw * ranks), round(sent * ranks)
 
@@ -284,7 +284,7 @@ def _pipeline(
             return dense
         if forward:
             return message_bytes(config.format_of(PIPELINE_FORWARD), gpt.message.numel(), dtype)
-        compressed = config.compressed_backprop and plan.compresses(message, gpt.message)
+        compressed = config.is_on(PIPELINE_BACKWARD) and plan.compresses(message, gpt.message)
         return plan.message_bytes(gpt.message, dtype) if compressed else dense
 
     found = [
@@ -295,7 +295,7 @@ def _pipeline(
 
 def _compressed_stage(config: OptimusConfig, stage: int) -> bool:
     named = config.dp_compression_stages
-    return config.dp_compression and (not isinstance(named, int) or stage < named)
+    return config.is_on(DP_GRADIENTS) and (not isinstance(named, int) or stage < named)
 
 
 def _of_stage(
@@ -313,7 +313,7 @@ def _of_stage(
             instances = layout.instances
             raw = unfused_bytes(plan.tied_bytes, layout.data_parallel, sharded=sharded, instances=instances)
             embedding = raw, raw - saved
-            if config.fused_embedding_sync:
+            if config.is_on(EMBEDDING):
                 formats = None if EMBEDDING in on.left_dense else Formats.of(config.format_of(EMBEDDING))
                 fused = fused_bytes(
                     plan.tied_bytes,
@@ -358,7 +358,7 @@ def _plans(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNo
         )  # fmt: skip
         rules = BucketRules.of(
             config, ranks=ranks, sharded=layout.distributed_optimizer, left_dense=on.left_dense,
-            fused=config.fused_embedding_sync and bool(kinds["tied"]) and "tied" in names,
+            fused=config.is_on(EMBEDDING) and bool(kinds["tied"]) and "tied" in names,
             levels=nodes.levels, beside=nodes.beside, in_fp32=layout.sums_in_fp32,
         )  # fmt: skip
         if not _compressed_stage(config, stage):
@@ -391,18 +391,20 @@ def compression_memory(
         nccl: True if NCCL runs the collectives; the bytes of its communicators are an upper bound.
     """
     dtype = state_dtype(config.compression_state_dtype)
-    senders = {plan.sending_stage for plan, stage in _links(config, schedule) if config.compressed_backprop and any(
+    links = _links(config, schedule) if config.is_on(PIPELINE_BACKWARD) else ()
+    senders = {plan.sending_stage for plan, stage in links if any(
         plan.compresses(message, gpt.message) for message in schedule.messages(stage)
     )}  # fmt: skip
     width = gpt.pipeline_dtype.itemsize if config.lazy_error_propagation else 0
-    link = schedule.chunks * gpt.message.numel() * (2 * dtype.itemsize if config.backprop_remembers else width)
+    width = 2 * dtype.itemsize if config.remembers(PIPELINE_BACKWARD) else width
+    link = schedule.chunks * gpt.message.numel() * width
     stages = [_plans(gpt, layout, config, stage, on) for stage in range(layout.stages)]
     low_rank = [
         [bucket.compressed for plan in plans for bucket in plan.buckets if isinstance(bucket.compressed, LowRankPlan)]
         for plans in stages
     ]
     states = (sum(each.state_bytes(dtype) for each in found) for found in low_rank)
-    union = nccl and config.fused_embedding_sync and not layout.distributed_optimizer
+    union = nccl and config.is_on(EMBEDDING) and not layout.distributed_optimizer
     return {
         COMPRESSION_STATE: max(nbytes + link * (stage in senders) for stage, nbytes in enumerate(states)),
         MESSAGE_BUFFERS: max(sum(_messages(plan, gpt, layout, config, on) for plan in plans) for plans in stages),
@@ -423,7 +425,7 @@ def _messages(plan: GroupPlan, gpt: Gpt, layout: Layout, config: OptimusConfig, 
         found += gathered - shared + (reduction.wire_bytes if reduction else 0)
         if gather is not None:
             found += 2 * bucket.record.numel // gather.ranks * gpt.parameter_dtype.itemsize
-    if plan.tied_bytes and config.fused_embedding_sync and formats and EMBEDDING not in on.left_dense:
+    if plan.tied_bytes and config.is_on(EMBEDDING) and formats and EMBEDDING not in on.left_dense:
         numel = plan.tied_bytes // gpt.gradient_dtype.itemsize
         shard = BlockLayout.of_one(numel // layout.owners)
         pair = 2 * Codec(formats.gradients).message_bytes(shard, gpt.gradient_dtype)

@@ -146,7 +146,7 @@ def rank_costs(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> tup
         ),
     )  # fmt: skip
     # A sharded optimizer always reduces the embedding together with the other gradients.
-    apart = config.fused_embedding_sync and not job.distributed_optimizer
+    apart = config.is_on(classes.EMBEDDING) and not job.distributed_optimizer
 
     def rank(stage: int) -> RankCost:
         own = job.parameters_on(stage), 0 if apart else job.embeddings_on(stage), job.routed_on(stage)
@@ -209,7 +209,7 @@ def iteration(cluster: Cluster, job: Job, config: OptimusConfig = DENSE) -> Plan
         simulate=lambda _, costs: backward_ends(job.vpp, job.micro_batches, costs),
     )
     switches, compressed = Switches.of(config, job.pp), frozenset[int]()
-    if config.dp_compression and job.replicas > 1:
+    if config.is_on(classes.DP_GRADIENTS) and job.replicas > 1:
         first = config.dp_compression_stages
         compressed = frozenset(range(min(first, job.pp) if isinstance(first, int) else job.pp))
     own, routed = job.parameters_on(0) + job.embeddings_on(0), job.routed_on(0)

@@ -223,7 +223,7 @@ def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     if job.pp == 1 or not job.shares_embedding:
         return Sent()
     values: float = job.embedding_share
-    per_node, fused = cluster.gpus_per_node, config.fused_embedding_sync and job.replicas > 1
+    per_node, fused = cluster.gpus_per_node, config.is_on(EMBEDDING) and job.replicas > 1
     # First and last stage share a node only if the whole job does, or the pipeline does with --use-tp-pp-dp-mapping.
     together = job.gpus <= per_node or (job.pipeline_before_data and per_node % (job.tp * job.pp) == 0)
     pairs = per_node // job.pp if together and job.pipeline_before_data else job.senders(per_node)
@@ -280,7 +280,7 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
         ours += 2 * format_named(gradients).bits_per_value / 8 * (job.parameters_on(0) + routed)
     if block_format(messages) and config.lazy_error_propagation:
         ours += job.value_bytes * job.vpp * job.message_rows * job.model.hidden
-    if config.backprop_remembers:
+    if config.remembers(PIPELINE_BACKWARD):
         residual = job.message_rows if config.lazy_error_propagation else 0
         ours += width * job.vpp * (residual + config.compressed_backprop_rank) * job.model.hidden
     if block_format(gathered):

@@ -94,7 +94,7 @@ def reducer(bucket: Bucket, compression_rank: int, compressor: LowRank, group: d
     rules = BucketRules(ranks=group.size(), format="low-rank", rank=compression_rank, force=True)
     plan = GroupPlan.of([record], rules).buckets[0].compressed
     assert isinstance(plan, LowRankPlan)
-    config = DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=compression_rank)
+    config = DataParallelCompressionConfig(dp_compression_format="low-rank", dp_compression_rank=compression_rank)
     return plan.bind(Groups(group), LowRankTools(
         device=bucket.flat.device, compressor=compressor, config=config, states=FactorStates(compression_rank),
         name="bucket 0", seed=1, salt="bench",
