@@ -122,4 +122,4 @@ def _difference(now: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
 
 
 def _and(techniques: Iterable[str]) -> str:
-    return " and ".join(class_named(technique).phrase for technique in techniques)
+    return " and ".join(class_named(technique).tag for technique in techniques)

@@ -58,14 +58,8 @@ class TrafficClass:
     options: type[Options]
     """The dataclass of the class's options, one field for each flag."""
 
-    phrase: str
-    """The name of the class within a sentence."""
-
-    title: str
-    """The name in the log line about errors and times."""
-
     tag: str
-    """The name in the log line about traffic, and in the tags of event files."""
+    """The name in the log, in messages and in the tags of event files."""
 
     collective: str
     """The collective that vanilla Megatron uses for this traffic."""
@@ -157,8 +151,7 @@ class PipelineForwardConfig(Options):
 
 PIPELINE_FORWARD = TrafficClass(
     name="pipeline_forward", options=PipelineForwardConfig,
-    phrase="compressed activations", title="forward", tag="pipeline forward",
-    collective="point-to-point", group="between neighbouring stages",
+    tag="pipeline forward", collective="point-to-point", group="between neighbouring stages",
     needs=(_two_stages("there is nothing to compress: with one pipeline stage no activation is sent"),),
     presets={"balanced": {"pipeline_forward_format": "int8"}},
 )  # fmt: skip
@@ -199,8 +192,7 @@ class CompressedBackpropConfig(Options):
 
 PIPELINE_BACKWARD = TrafficClass(
     name="compressed_backprop", options=CompressedBackpropConfig,
-    phrase="compressed backpropagation", title="CB", tag="pipeline backward",
-    collective="point-to-point", group="between neighbouring stages",
+    tag="pipeline backward", collective="point-to-point", group="between neighbouring stages",
     needs=(_two_stages("there is nothing to compress: with one pipeline stage no activation gradient is sent"),),
     settings=("compressed_backprop_rank", "compressed_backprop_messages", "lazy_error_propagation"),
     switch="Compress the activation gradients sent to the previous pipeline stage, low-rank unless "
@@ -264,8 +256,7 @@ class DataParallelCompressionConfig(Options):
 
 DP_GRADIENTS = TrafficClass(
     name="dp_compression", options=DataParallelCompressionConfig,
-    phrase="data-parallel compression", title="SC", tag="DP gradients",
-    collective="all-reduce or reduce-scatter", group="among replicas",
+    tag="DP gradients", collective="all-reduce or reduce-scatter", group="among replicas",
     needs=(_two_replicas("gradient is reduced", left_out="one data-parallel replica"),),
     settings=("dp_compression_rank", "dp_compression_stages", "dp_error_feedback"),
     switch="Compress the gradients that data-parallel replicas reduce, low-rank unless --dp-compression-format or a "
@@ -284,8 +275,9 @@ class FusedEmbeddingSyncConfig(Options):
     """Options of the tied embedding's gradient, reduced once instead of twice: technique 2, paper section 6."""
 
     fused_embedding_sync: bool = option(
-        False, "Reduce the tied embedding's gradient in one all-reduce over all replicas of the first and last stage."
-    )
+        False, "Reduce the tied embedding's gradient in one all-reduce over all replicas of the first and last stage.",
+        said={None: "in one reduction"},
+    )  # fmt: skip
     fused_embedding_sync_format: Literal["dense", "int8", "int4"] = option(
         "dense",
         "Wire format of the tied embedding's gradient. A format other than dense also switches --fused-embedding-sync "
@@ -296,7 +288,7 @@ class FusedEmbeddingSyncConfig(Options):
 _THIRD_COPY = "multi-token prediction on a stage of its own keeps a third copy of the embedding"
 EMBEDDING = TrafficClass(
     name="fused_embedding_sync", options=FusedEmbeddingSyncConfig,
-    phrase="fused embedding sync", title="FE", tag="embedding",
+    tag="embedding",
     collective="two all-reduces", group="among replicas, then between the first and the last stage",
     needs=(
         _two_stages("there is nothing to fuse: with one pipeline stage there is one copy of the embedding"),
@@ -331,8 +323,7 @@ class ParamGatherConfig(Options):
 
 PARAM_GATHER = TrafficClass(
     name="param_gather", options=ParamGatherConfig,
-    phrase="compressed parameter gather", title="gather", tag="parameter gather",
-    collective="all-gather", group="among replicas",
+    tag="parameter gather", collective="all-gather", group="among replicas",
     needs=(
         _two_replicas("parameter is gathered"),
         Need(
@@ -385,22 +376,20 @@ _EXCHANGED = (
 
 EXPERT_DISPATCH = TrafficClass(
     name="expert_dispatch", options=ExpertDispatchConfig,
-    phrase="compressed expert dispatch", title="dispatch", tag="expert dispatch",
-    collective="all-to-all", group="among expert-parallel ranks", needs=_EXCHANGED,
+    tag="expert dispatch", collective="all-to-all", group="among expert-parallel ranks", needs=_EXCHANGED,
 )  # fmt: skip
 
 EXPERT_GRADIENT = TrafficClass(
     name="expert_gradient", options=ExpertGradientConfig,
-    phrase="compressed expert gradients", title="expert gradient", tag="expert gradient",
-    collective="all-to-all", group="among expert-parallel ranks", needs=_EXCHANGED,
+    tag="expert gradient", collective="all-to-all", group="among expert-parallel ranks", needs=_EXCHANGED,
     presets={"balanced": {"expert_gradient_format": "int8"}},
 )  # fmt: skip
 
 
 CLASSES = (
-    PIPELINE_FORWARD, PIPELINE_BACKWARD, EXPERT_DISPATCH, EXPERT_GRADIENT, DP_GRADIENTS, EMBEDDING, PARAM_GATHER
+    PIPELINE_FORWARD, PIPELINE_BACKWARD, EMBEDDING, DP_GRADIENTS, PARAM_GATHER, EXPERT_DISPATCH, EXPERT_GRADIENT
 )  # fmt: skip
-"""All classes of traffic, in the order in which an iteration sends them and the log lists them."""
+"""All classes of traffic, in the one order of flags, log and documents."""
 
 
 def class_named(name: str) -> TrafficClass:

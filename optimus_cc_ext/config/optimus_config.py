@@ -124,8 +124,3 @@ class OptimusConfig(
         follow = {field.name: field.metadata["follows"] for field in dataclasses.fields(self)}
         anew = {name: None for name, follows in follow.items() if follows is not None and follows.format in changes}
         return dataclasses.replace(self, **anew | changes)
-
-
-_FIELDS = [field.name for field in dataclasses.fields(OptimusConfig)]
-CLASSES_BY_FLAG = tuple(sorted(CLASSES, key=lambda traffic: _FIELDS.index(traffic.format_field)))
-"""The classes of traffic in the order of their flags, which is the order of the paper's techniques."""

@@ -15,7 +15,7 @@ from optimus_cc_ext.compressors.formats import BLOCK, block_format
 from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS
 from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, PARAM_GATHER, PIPELINE_BACKWARD, Need, TrafficClass
 from optimus_cc_ext.config.flags import PRESETS, Request, add_flags, request_from
-from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
+from optimus_cc_ext.config.optimus_config import OptimusConfig
 from optimus_cc_ext.config.options import flag_of
 from optimus_cc_ext.config.refusals import Refusal, conflicts, refusal_of, remarks
 from optimus_cc_ext.errors import FlagError
@@ -220,15 +220,15 @@ def _preset(
     """Return a preset's fields as far as layout and Megatron allow them, and the lines about classes left out."""
     fields: dict[str, Any] = {}
     flag, notes = "--optimus-cc" if name == PRESETS[0] else f"--optimus-cc {name}", []
-    for traffic in CLASSES_BY_FLAG:
+    for traffic in CLASSES:
         wanted = traffic.presets.get(name, {})
         need = _unmet(traffic, layout)
         if refusal := left_dense.get(traffic):
-            notes.append(f"{flag} leaves out {traffic.phrase}: {refusal.reason} ({refusal.flag})")
+            notes.append(f"{flag} leaves out {traffic.tag}: {refusal.reason} ({refusal.flag})")
         elif need is None:
             fields |= wanted
         elif wanted and need.left_out and explicit.keys().isdisjoint((traffic.name, traffic.format_field)):
-            notes.append(f"{flag} leaves out {traffic.phrase}: {need.left_out}")
+            notes.append(f"{flag} leaves out {traffic.tag}: {need.left_out}")
     low_rank = {field for field, option in DP_GRADIENTS.fields.items() if option.metadata["low_rank_only"]}
     coarse = fields.get(DP_GRADIENTS.format_field) == "low-rank" and explicit.get(DP_GRADIENTS.name) is not False
     if layout.scales_errors and coarse and explicit.keys().isdisjoint({DP_GRADIENTS.format_field, *low_rank}):
@@ -246,7 +246,7 @@ def _only_between_nodes(preset: str, explicit: Mapping[str, Any]) -> Iterator[st
     """Yield the names of the classes that a preset alone compresses: only where they leave a node. The user asks for
     the others, by a flag of the class or by one level for all replicas.
     """
-    for traffic in CLASSES_BY_FLAG:
+    for traffic in CLASSES:
         asked = {traffic.name, traffic.format_field} & explicit.keys()
         one_level = "dp_compression_levels" in traffic.fields and explicit.get("dp_compression_levels") == "one"
         if preset in traffic.presets and not asked and not one_level:
@@ -260,7 +260,7 @@ def _unmet(traffic: TrafficClass, layout: Layout) -> Need | None:
 
 def _check_formats(config: OptimusConfig, request: Request) -> None:
     """Refuse options that have no effect on the chosen format. A dense format goes with every option."""
-    for traffic in CLASSES_BY_FLAG:
+    for traffic in CLASSES:
         chosen, flag = config.format_of(traffic), traffic.format_flag
         if chosen in ("dense", "low-rank"):
             continue
@@ -279,14 +279,14 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
     Raises:
         FlagError: naming the flag, the reason and the cure.
     """
-    for traffic in CLASSES_BY_FLAG:
+    for traffic in CLASSES:
         if config.is_on(traffic) and (need := _unmet(traffic, layout)):
             raise FlagError(traffic.flag, need.reason, need.cure)
     stages = config.dp_compression_stages
     if isinstance(stages, int) and stages > layout.stages:
         reason = f"{stages} stages are to be compressed, but the pipeline has only {layout.stages}"
         raise FlagError("--dp-compression-stages", reason, f"Give 'all' or a number up to {layout.stages}")
-    for traffic in filter(config.is_on, CLASSES_BY_FLAG):
+    for traffic in filter(config.is_on, CLASSES):
         warmup = f"{traffic.name}_warmup"
         if getattr(config, warmup, 0) and layout.train_iters is None:
             reason = "a fraction of the training iterations is given, but their number is not known"
@@ -295,7 +295,7 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
 
 def describe(config: OptimusConfig) -> str:
     """Return one line that lists the techniques that are on."""
-    return ", ".join(_described(config, traffic) for traffic in CLASSES_BY_FLAG if config.is_on(traffic)) or (
+    return ", ".join(_described(config, traffic) for traffic in CLASSES if config.is_on(traffic)) or (
         "every technique is off"
     )
 
@@ -336,7 +336,7 @@ def _described(config: OptimusConfig, traffic: TrafficClass) -> str:
         if said := field.metadata["said"]:
             value = getattr(config, name)
             details.append((said[value] if value in said else said[None]).format(value))
-    return traffic.phrase if details == ["dense"] else f"{traffic.phrase} ({', '.join(details)})"
+    return f"{traffic.tag} ({', '.join(details)})"
 
 
 # -- lines about effects that the command line does not show ----------------------------------------------------------
@@ -346,7 +346,7 @@ def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Itera
     """Yield a line for each flag that has no effect; `spelling` maps a field to the flag by which the user gave it."""
     idle: dict[str, str] = {}
     working: set[str] = set()
-    for traffic in CLASSES_BY_FLAG:
+    for traffic in CLASSES:
         itself = (traffic.name, traffic.format_field)
         flags = [spelling[name] for name in traffic.fields if name in spelling and name not in itself]
         if config.is_on(traffic):

@@ -22,7 +22,7 @@ from optimus_cc_ext.config.classes import (
     PIPELINE_FORWARD,
     TrafficClass,
 )
-from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
+from optimus_cc_ext.config.optimus_config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
 
 _GRADIENTS = (EMBEDDING, DP_GRADIENTS)
@@ -231,10 +231,10 @@ def refusal_of(flag: str, refusal: Refusal, config: OptimusConfig, found: Mappin
         config: the configuration that was asked for.
         found: all conflicts of this configuration.
     """
-    kept = [traffic.phrase for traffic in CLASSES_BY_FLAG if config.is_on(traffic) and traffic not in found]
+    kept = [traffic.tag for traffic in CLASSES if config.is_on(traffic) and traffic not in found]
     cure = refusal.cure
     if kept:
-        off = " ".join(traffic.off for traffic in CLASSES_BY_FLAG if traffic in found)
+        off = " ".join(traffic.off for traffic in CLASSES if traffic in found)
         cure = f"{cure}, or give {off}, which keeps {_listed(kept)}"
     return FlagError(flag, f"{refusal.reason} ({refusal.flag})", cure)
 

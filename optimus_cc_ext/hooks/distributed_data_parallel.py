@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.collectives.nodes import ranks_per_node
-from optimus_cc_ext.config.classes import EMBEDDING
-from optimus_cc_ext.config.optimus_config import CLASSES_BY_FLAG, OptimusConfig
+from optimus_cc_ext.config.classes import CLASSES, EMBEDDING
+from optimus_cc_ext.config.optimus_config import OptimusConfig
 from optimus_cc_ext.config.presets import Layout, cost_of_shards
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks.facts import tied_embedding
@@ -56,7 +56,7 @@ def take_place(session: Session, grid: Grid, layout: Layout, model: Any) -> None
         nodes = [place.node for place in session.new_groups.places]
         lines += filter(None, [grid.placement(ranks_per_node(nodes))])
         if session.config.is_on(EMBEDDING) and any(place.frozen_embedding for place in session.new_groups.places):
-            lines.append(f"leaves out {EMBEDDING.phrase}: the tied embedding is frozen, so nothing of it is summed")
+            lines.append(f"leaves out {EMBEDDING.tag}: the tied embedding is frozen, so nothing of it is summed")
     padded = getattr(getattr(model, "ddp_config", None), "pad_buckets_for_high_nccl_busbw", False)
     if layout.distributed_optimizer and not padded:
         lines += filter(None, [cost_of_shards(session.config, grid.data_parallel)])
@@ -122,7 +122,7 @@ def check_groups(config: OptimusConfig, grid: Grid) -> None:
         (grid.replica_group, "data-parallel", "dp_cp"),
     ):
         if group is None:
-            on = [each.name for each in CLASSES_BY_FLAG if config.is_on(each)]
+            on = [each.name for each in CLASSES if config.is_on(each)]
             raise _missing(f"--optimus-cc ({', '.join(on)})", name, attribute)
     if config.is_on(EMBEDDING) and grid.embedding_group is not None and grid.embedding_group.size() > 2:
         raise FlagError("--fused-embedding-sync", "more than two stages hold a copy of the embedding", "Leave it out")

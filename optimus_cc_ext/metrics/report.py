@@ -54,13 +54,13 @@ class StageMetrics:
 
     ranks: int
     techniques: Mapping[str, TechniqueMetrics]
-    """The metrics of each technique, by the title of its class of traffic."""
+    """The metrics of each technique, by the tag of its class of traffic."""
 
     statistics: StatisticsSums
 
     def as_list(self) -> list[float]:
         """Return the sums as a list of numbers, which ranks add up and `from_list` reads."""
-        techniques = (value for each in CLASSES for value in astuple(self.techniques[each.title]))
+        techniques = (value for each in CLASSES for value in astuple(self.techniques[each.tag]))
         return [self.ranks, *techniques, *astuple(self.statistics)]
 
     @classmethod
@@ -68,7 +68,7 @@ class StageMetrics:
         """Read sums, as `as_list` returns them, from the beginning of `values`."""
         row = iter(values)
         ranks, width = int(next(row)), len(fields(TechniqueMetrics))
-        techniques = {each.title: TechniqueMetrics(*islice(row, width)) for each in CLASSES}
+        techniques = {each.tag: TechniqueMetrics(*islice(row, width)) for each in CLASSES}
         return cls(ranks, techniques, StatisticsSums(int(next(row)), *islice(row, len(fields(StatisticsSums)) - 1)))
 
 
@@ -81,7 +81,7 @@ class Report:
 
     stages: tuple[StageMetrics, ...]
     formats: Mapping[str, str] = field(default_factory=dict)
-    """The wire format of each compressed class, by its title."""
+    """The wire format of each compressed class, by its tag."""
 
     leaving: tuple[float, float] = (0.0, 0.0)
     """(raw, sent) bytes per iteration that leave a node, summed over all ranks; zeros if nodes are not known."""
@@ -90,17 +90,17 @@ class Report:
     """The reason why torch compresses in place of Triton's kernels."""
 
     def errors(self) -> dict[str, float]:
-        """Return the relative error over all stages in the measured iteration, by the title of each
+        """Return the relative error over all stages in the measured iteration, by the tag of each
         compressed class.
         """
         sums = {
-            traffic.title: [
-                sum(getattr(stage.techniques[traffic.title], name) for stage in self.stages)
+            traffic.tag: [
+                sum(getattr(stage.techniques[traffic.tag], name) for stage in self.stages)
                 for name in ("error", "compressed")
             ]
             for traffic in CLASSES
         }
-        return {title: sqrt(error / compressed) for title, (error, compressed) in sums.items() if compressed != 0.0}
+        return {tag: sqrt(error / compressed) for tag, (error, compressed) in sums.items() if compressed != 0.0}
 
     def lines(self) -> Iterator[str]:
         """Yield the log lines of the report: traffic, then errors and times of each technique."""
@@ -110,7 +110,7 @@ class Report:
             if raw
         ]
         yield f"traffic per iteration | {' | '.join(parts) or 'none'}"
-        parts = [self._technique(title, error) for title, error in self.errors().items()]
+        parts = [self._technique(tag, error) for tag, error in self.errors().items()]
         if parts:
             yield f"compression | {' | '.join(parts)}"
         if self.fallback is not None:
@@ -151,16 +151,16 @@ class Report:
         if any(self.leaving):
             yield BETWEEN_NODES, self.leaving
 
-    def _technique(self, title: str, error: float) -> str:
+    def _technique(self, tag: str, error: float) -> str:
         """Return one technique's part of a log line: its error over all stages, and the largest residual norm and time
         of a stage.
         """
-        measured = [(stage.ranks, stage.techniques[title]) for stage in self.stages]
+        measured = [(stage.ranks, stage.techniques[tag]) for stage in self.stages]
         residual = max(sqrt(technique.residual / ranks) for ranks, technique in measured)
         milliseconds = max(1e3 * technique.seconds / ranks for ranks, technique in measured)
         kept = f", residual norm {residual:.3e}" if residual else ""
-        share = " of a step's change, which the next step makes up" if title == PARAM_GATHER.title else ""
-        return f"{title} {self.formats[title]}: error {100 * error:.2f} %{share}{kept}, {milliseconds:.2f} ms"
+        share = " of a step's change, which the next step makes up" if tag == PARAM_GATHER.tag else ""
+        return f"{tag} {self.formats[tag]}: error {100 * error:.2f} %{share}{kept}, {milliseconds:.2f} ms"
 
 
 def collect(
@@ -173,7 +173,7 @@ def collect(
         mine: the measurements of this rank.
         stage: this rank's pipeline stage.
         stages: the number of pipeline stages.
-        formats: the wire format of each class of traffic, by title.
+        formats: the wire format of each class of traffic, by tag.
         traffic: this rank's bytes since the last report, in the order of `Traffic.as_list`.
         iterations: the number of iterations since the last report.
         add_up: sums a tensor over all ranks of the model, in place.
@@ -221,14 +221,14 @@ class ErrorAlarm:
         """
         errors = report.errors()
         for traffic in CLASSES:
-            if (title := traffic.title) not in errors:
+            if (tag := traffic.tag) not in errors:
                 continue
-            error, usual = errors[title], self._usual.get(title, errors[title])
+            error, usual = errors[tag], self._usual.get(tag, errors[tag])
             if isfinite(error) and error <= FACTOR * usual:
-                self._usual[title] = usual + _WEIGHT * (error - usual)
+                self._usual[tag] = usual + _WEIGHT * (error - usual)
                 continue
             than = f", usually {100 * usual:.2f} %" if isfinite(usual) else ""
             yield (
-                f"warning | {title}: compression error {100 * error:.2f} %{than}. If it stays high, resume from a "
+                f"warning | {tag}: compression error {100 * error:.2f} %{than}. If it stays high, resume from a "
                 f"checkpoint with {traffic.format_flag} dense: no training state is lost"
             )

@@ -109,7 +109,7 @@ def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace], instances
         (True, "left dense, because nothing of it leaves a node"),
         (False, "compressed as asked for, although nothing of it leaves a node"),
     ):
-        named = [t.phrase for t in CLASSES if t in inside and config.is_on(t) and config.is_dense_inside(t) is dense]
+        named = [t.tag for t in CLASSES if t in inside and config.is_on(t) and config.is_dense_inside(t) is dense]
         if named:
             yield f"{line}: {', '.join(named)}"
     nodes, hops = _nodes(places), list(_hops(places))

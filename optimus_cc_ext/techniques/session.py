@@ -151,7 +151,7 @@ class Session:
         mine = StageMetrics(
             ranks=1,
             techniques={
-                each.title: technique_metrics(
+                each.tag: technique_metrics(
                     techniques[each.name].gauge, techniques[each.name].states.residuals(), self.loss_scale
                 )
                 for each in CLASSES
@@ -162,7 +162,7 @@ class Session:
         self._unreported_steps = 0
         report = collect(
             mine, self.grid.place.stage, self.grid.stages,
-            {each.title: self.config.format_of(each) for each in CLASSES},
+            {each.tag: self.config.format_of(each) for each in CLASSES},
             self.traffic.since_last_report(), max(1, steps), self.grid.sum, device,
         )  # fmt: skip
         return replace(report, fallback=self._fallback)

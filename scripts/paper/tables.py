@@ -48,6 +48,10 @@ class Run:
         return base and base.record.seconds.median / self.record.seconds.median
 
 
+TIMED = ("pipeline backward", "DP gradients")
+"""The classes of traffic whose milliseconds figure 10 has."""
+
+
 def read_runs(results: Path, experiment: str) -> list[Run]:
     """Read all runs of `experiment` that have a log with an iteration in it, in the paper's order."""
     places = {name: place for place, name in enumerate(VARIANTS)}
@@ -99,7 +103,7 @@ def figure10(runs: Sequence[Run]) -> Table:
     rows = [
         (
             run.model, run.variant, 1e3 * run.record.seconds.median, run.speedup(runs),
-            *(run.record.curve(f"optimus-cc/{name} milliseconds").median for name in ("CB", "SC")),
+            *(run.record.curve(f"optimus-cc/{tag} milliseconds").median for tag in TIMED),
             *(run.last_traffic().get(name, (None,))[0] for name in classes),
         )
         for run in runs

@@ -18,7 +18,7 @@ from tests.forked_ranks import run_ranks
 
 SETTINGS: dict[str, dict[str, Any]] = {"dp_compression": {"--dp-compression-rank": 4}}
 TOPOLOGY = {"the number of ranks": 2}
-RESTORED = ["the state of data-parallel compression is restored from iteration 7"]
+RESTORED = ["the state of DP gradients is restored from iteration 7"]
 
 
 class Remembering:

@@ -158,21 +158,21 @@ def about_state(run: Run) -> list[str]:
 @uses(full(table.IN_FOUR_STAGES))
 def test_another_topology_starts_afresh_and_trains_on(runs):
     line, ignored = about_state(runs)
-    assert ignored == "the checkpoint's state of data-parallel compression is ignored: this run does not use it"
+    assert ignored == "the checkpoint's state of DP gradients is ignored: this run does not use it"
     assert "--pipeline-model-parallel-size is 4 here and 2 in the checkpoint" in line
 
 
 @uses(full(table.AT_ANOTHER_RANK))
 def test_another_rank_resets_one_technique_and_leaves_the_other(runs):
     (line,) = about_state(runs)
-    assert "compressed backpropagation is reset" in line and "data-parallel" not in line
+    assert "pipeline backward is reset" in line and "data-parallel" not in line
 
 
 @uses(full(table.IN_OTHER_BUCKETS))
 def test_other_gradient_buckets_reset_data_parallel_compression_on_all_ranks(runs):
     # Only the first stage has several buckets, and the other ranks have to learn of them.
     (line,) = about_state(runs)
-    assert "the state of data-parallel compression is reset" in line and "bucket" in line
+    assert "the state of DP gradients is reset" in line and "bucket" in line
 
 
 @uses(*map(full, (table.FINETUNED, table.WITHOUT_OPTIMIZER)))

@@ -142,9 +142,9 @@ def test_a_preset_leaves_dense_what_conflicts_and_says_why(flag: str, layout: st
     assert found.accepted, found.output[-2000:]
     left_out = [note for note in found.ours if f": {refusal.reason} ({flag})" in note]
     assert left_out and all(f" {preset} leaves out " in note for note in left_out), found.ours
-    named = {traffic for traffic in refusal.classes if any(f" {traffic.phrase}: " in note for note in left_out)}
+    named = {traffic for traffic in refusal.classes if any(f" {traffic.tag}: " in note for note in left_out)}
     on = found.ours[-1].partition(" on megatron-core")[0]
-    assert not [traffic.name for traffic in named if traffic.phrase in on]
+    assert not [traffic.name for traffic in named if traffic.tag in on]
 
 
 @pytest.mark.parametrize("line", WHOLE_RUN.values())
@@ -170,12 +170,12 @@ def test_the_refusal_prints_the_flags_that_keep_the_other_classes(outputs: list[
     megatron = f"--bf16 --grad-reduce-in-bf16 {option} all "
     line = f"{PP2} {megatron} --optimus-cc balanced --dp-compression-format int4"
     off = "--no-fused-embedding-sync --dp-compression-format dense"
-    kept = f"or give {off}, which keeps compressed activations and compressed backpropagation"
+    kept = f"or give {off}, which keeps pipeline forward and pipeline backward"
     found = assert_refused(line, outputs, "--dp-compression-format", f"({option})", kept)
     assert found.code == 2
     kept_on = launch(shlex.split(line.replace("--dp-compression-format int4", off)))
     said = kept_on.ours[-1]
-    assert kept_on.accepted and "activations (int8)" in said and "gradients" not in said, kept_on.ours
+    assert kept_on.accepted and "pipeline forward (int8)" in said and "gradients" not in said, kept_on.ours
     # If no class stays on, the refusal lists none.
     alone = launch(shlex.split(PP2 + SC + megatron))
     assert "which keeps" not in alone.output and "Leave out one of the two" in alone.output

@@ -43,7 +43,7 @@ def test_the_documented_loop_warms_up_compresses_and_measures() -> None:
             raw, sent = (metrics[f"optimus-cc/{traffic} {kind} bytes"] for kind in ("raw", "sent"))
             assert (sent < raw) == (number >= WARMUP), (number, traffic)
         assert metrics["optimus-cc/embedding sent bytes"] < metrics["optimus-cc/embedding raw bytes"]
-        assert ("optimus-cc/SC relative error/stage 0" in metrics) == (number >= WARMUP)
+        assert ("optimus-cc/DP gradients relative error/stage 0" in metrics) == (number >= WARMUP)
 
 
 @pytest.mark.full

@@ -182,7 +182,7 @@ def test_a_line_is_judged_for_its_target_and_not_for_the_machine_that_doctor_run
     found = ask_doctor(line, None)
     assert found.code == 0, found.output[-2000:]
     first, second = found.output.splitlines()[:2]
-    assert first.startswith("ok   h100 ") and "training would start: compressed activations (int8)" in first
+    assert first.startswith("ok   h100 ") and "training would start: pipeline forward (int8)" in first
     assert (
         "formats" in second
         and "pipeline forward int8, pipeline backward int8" in second
@@ -314,7 +314,7 @@ def test_between_nodes_it_names_the_dispatcher_whose_tokens_can_be_compressed_an
     said = ask_doctor(
         f"{tokens} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 8
     ).output
-    assert "compressed as asked for, although nothing of it leaves a node: compressed expert dispatch" in said
+    assert "compressed as asked for, although nothing of it leaves a node: expert dispatch" in said
     assert "counted as if every expert got equally many" in said
     assert "recomputation sends the tokens of the forward pass twice" in said
     # 64 x 2 tokens of 2 experts each: two messages of 130 bytes and 128 values in fp32

@@ -173,5 +173,5 @@ def test_the_preset_compresses_gradients_of_tokens_where_they_leave_a_node(runs)
         raw, sent = rank.ours.traffic["expert gradient"]
         assert sent == raw > 0
     assert any("nothing of it leaves a node" in line and "expert gradients" in line for line in inside.said)
-    reason = "leaves out compressed expert gradients: only the tokens of the dispatcher alltoall can be compressed"
+    reason = "leaves out expert gradient: only the tokens of the dispatcher alltoall can be compressed"
     assert any(reason in line for line in gathered.said)

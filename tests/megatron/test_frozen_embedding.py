@@ -14,7 +14,7 @@ from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
 from tests.megatron_runs import run_megatron
 
-LEFT_OUT = "leaves out fused embedding sync: the tied embedding is frozen, so nothing of it is summed"
+LEFT_OUT = "leaves out embedding: the tied embedding is frozen, so nothing of it is summed"
 
 
 def freeze_tied_embeddings() -> None:

@@ -76,7 +76,7 @@ def differences(saved: Any, now: Any, name: str = "") -> list[str]:
 
 
 def test_a_checkpoint_of_an_earlier_commit_is_restored_to_the_bit() -> None:
-    names = "compressed backpropagation and data-parallel compression"
+    names = "pipeline backward and DP gradients"
     line = f"optimus-cc: the state of {names} is restored from iteration 3\n"
     found = run_ranks(4, restored, HERE / "checkpoints_of_8b301ab/low_rank/iter_0000003", LOW_RANK, timeout=120)
     assert found == [(line, []), *[("", [])] * 3]

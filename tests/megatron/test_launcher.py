@@ -82,8 +82,8 @@ def assert_said_once(output: str) -> None:
     """Assert that the lines about device and Megatron are printed once, not by every rank."""
     assert output.count("optimus-cc: running on CPU over gloo (OPTIMUS_CC_DEVICE=cpu)") == 1
     assert output.count("optimus-cc: Megatron from ") == 1
-    assert output.count("optimus-cc: compressed backpropagation (rank 16, epilogue messages") == 1
-    assert output.count("--optimus-cc leaves out data-parallel compression: one data-parallel replica") == 1
+    assert output.count("optimus-cc: pipeline backward (rank 16, epilogue messages") == 1
+    assert output.count("--optimus-cc leaves out DP gradients: one data-parallel replica") == 1
 
 
 @pytest.mark.full

@@ -29,16 +29,16 @@ def test_errors_and_residuals_are_those_of_the_logged_iteration(runs):
         senders = [rank.probed for rank in runs.ranks if rank.stage == 1]
         lost, offered = (sum(rank["links"][iteration][i] for rank in senders) for i in (0, 1))
         # The watcher sums squares in fp32.
-        assert report.stages[1].techniques["CB"].error == pytest.approx(lost, rel=1e-4)
-        assert report.stages[1].techniques["CB"].compressed == pytest.approx(offered, rel=1e-4)
-        assert 0.1 < report.stages[1].techniques["CB"].relative_error < 1
+        assert report.stages[1].techniques["pipeline backward"].error == pytest.approx(lost, rel=1e-4)
+        assert report.stages[1].techniques["pipeline backward"].compressed == pytest.approx(offered, rel=1e-4)
+        assert 0.1 < report.stages[1].techniques["pipeline backward"].relative_error < 1
         residual = sum(rank["residuals"][iteration + 1][0] ** 2 for rank in senders)
-        assert report.stages[1].techniques["CB"].residual == pytest.approx(residual, rel=1e-4)
-        assert report.stages[0].techniques["CB"].error == 0, "the first stage sends no gradients"
-        assert report.stages[0].techniques["CB"].seconds > 0, "but it decompresses"
-        assert 0.1 < report.stages[0].techniques["SC"].relative_error < 1
-        assert report.stages[1].techniques["SC"] == replace(
-            report.stages[1].techniques["SC"], error=0, compressed=0, seconds=0
+        assert report.stages[1].techniques["pipeline backward"].residual == pytest.approx(residual, rel=1e-4)
+        assert report.stages[0].techniques["pipeline backward"].error == 0, "the first stage sends no gradients"
+        assert report.stages[0].techniques["pipeline backward"].seconds > 0, "but it decompresses"
+        assert 0.1 < report.stages[0].techniques["DP gradients"].relative_error < 1
+        assert report.stages[1].techniques["DP gradients"] == replace(
+            report.stages[1].techniques["DP gradients"], error=0, compressed=0, seconds=0
         )
         # Errors are unrelated to differences of activations in an untrained model.
         statistics = report.stages[1].statistics
@@ -52,14 +52,19 @@ def test_tensorboard_has_every_scalar_of_the_report(runs):
     for index, report in enumerate(reports(runs)):
         for name, value in report.scalars().items():
             assert events.Scalars(name)[index].value == pytest.approx(value, rel=1e-5), name
-    assert {"optimus-cc/CB relative error/stage 1", "optimus-cc/SC milliseconds/stage 0"} <= reports(runs)[
-        -1
-    ].scalars().keys()
+    assert {
+        "optimus-cc/pipeline backward relative error/stage 1",
+        "optimus-cc/DP gradients milliseconds/stage 0",
+    } <= reports(runs)[-1].scalars().keys()
 
 
 @uses(REPORTED)
 def test_the_lines_for_the_terminal_say_all_of_it(runs):
     traffic, compression, statistics = reports(runs)[-1].lines()
     assert traffic.startswith("traffic per iteration | pipeline forward: ")
-    assert "CB low-rank: error " in compression and " | SC low-rank: error " in compression and " ms" in compression
+    assert (
+        "pipeline backward low-rank: error " in compression
+        and " | DP gradients low-rank: error " in compression
+        and " ms" in compression
+    )
     assert statistics.startswith("errors against activation differences | stage 1: cosine ")

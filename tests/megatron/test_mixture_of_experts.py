@@ -60,7 +60,7 @@ def test_experts_among_the_others_stay_dense(runs):
 def test_untied_models_do_without_fused_embedding_sync():
     said = launch(EXPERTS_AMONG_OTHERS.run.argv.split())
     assert said.accepted
-    assert "optimus-cc: --optimus-cc leaves out fused embedding sync: the embeddings are not tied" in said.ours
+    assert "optimus-cc: --optimus-cc leaves out embedding: the embeddings are not tied" in said.ours
 
 
 @uses(EXPERTS_REPLICATED)

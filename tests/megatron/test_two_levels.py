@@ -108,7 +108,7 @@ def test_balanced_leaves_dense_what_stays_inside_a_node(runs):
             assert (0 < sent < raw) if name in compressed and raw else sent == raw, name
     line = "left dense, because nothing of it leaves a node: "
     assert sum(said.count(line) for said in runs.said) == 1
-    asked = "compressed as asked for, although nothing of it leaves a node: data-parallel compression"
+    asked = "compressed as asked for, although nothing of it leaves a node: DP gradients"
     assert any(asked in said for said in runs.said) is (runs.spec is ASKED)
 
 

@@ -117,7 +117,7 @@ def test_a_compressed_runs_log_counts_by_the_dense_seconds_of_its_trial(tmp_path
     [
         ({"world_size": ""}, "has no argument world_size: give a whole log"),
         ({"seconds": SECONDS[:3]}, "3 lines with 'elapsed time per iteration (ms)' after line 0, at least 4"),
-        ({"more": "optimus-cc: compressed activations (int8) on megatron-core 0.19.2"}, "the run is compressed"),
+        ({"more": "optimus-cc: pipeline forward (int8) on megatron-core 0.19.2"}, "the run is compressed"),
         ({"seconds": [1e-4] * 6}, "messages alone take"),
         ({"hidden_size": ""}, "has no argument hidden_size: give a whole log"),
         ({"hidden_size": "19\n"}, "19 hidden do not divide"),

@@ -66,7 +66,7 @@ def test_a_run_that_leaves_dense_what_was_asked_for_is_an_error(tmp_path: Path) 
     (line,) = crossing_lines(config, inside)
     script = tmp_path / "says.py"
     script.write_text(f"print('optimus-cc: {line}')\n")
-    with pytest.raises(RunFailed, match="nothing was compressed of data-parallel compression"):
+    with pytest.raises(RunFailed, match="nothing was compressed of DP gradients"):
         Runs(tmp_path / "runs", "hash", 5.0, retry=False).made("one", 1, [str(script)], 1, lambda folder: {})
 
 

@@ -9,9 +9,11 @@ from optimus_cc_ext.metrics.report import FACTOR, ErrorAlarm, Report, StageMetri
 
 def report(error: float) -> Report:
     """Make a report of two stages whose gradients have the relative error `error`."""
-    quiet = {each.title: TechniqueMetrics() for each in CLASSES}
-    stage = StageMetrics(1, quiet | {"SC": TechniqueMetrics(error=error**2, compressed=1.0)}, StatisticsSums())
-    return Report({}, (stage, stage), {each.title: "int4" for each in CLASSES})
+    quiet = {each.tag: TechniqueMetrics() for each in CLASSES}
+    stage = StageMetrics(
+        1, quiet | {"DP gradients": TechniqueMetrics(error=error**2, compressed=1.0)}, StatisticsSums()
+    )
+    return Report({}, (stage, stage), {each.tag: "int4" for each in CLASSES})
 
 
 def test_an_error_within_its_range_is_quiet_even_where_it_drifts() -> None:
@@ -25,7 +27,7 @@ def test_one_that_leaves_it_is_named_with_the_way_out_every_time(error: float) -
     assert not list(alarm.lines(report(0.1)))
     for _ in range(2):
         (line,) = alarm.lines(report(error))
-        assert line.startswith("warning | SC: compression error ") and "usually 10.00 %" in line
+        assert line.startswith("warning | DP gradients: compression error ") and "usually 10.00 %" in line
         assert "--dp-compression-format dense" in line
     assert not list(alarm.lines(report(0.1))), "what was out of range does not become usual"
 

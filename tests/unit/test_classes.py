@@ -27,15 +27,15 @@ from optimus_cc_ext.tools.plan.variants import VARIANTS
 
 FLAGS_MD = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text()
 SEEN = {
-    "pipeline_forward": ("forward", "pipeline forward", "compressed activations"),
-    "compressed_backprop": ("CB", "pipeline backward", "compressed backpropagation"),
-    "expert_dispatch": ("dispatch", "expert dispatch", "compressed expert dispatch"),
-    "expert_gradient": ("expert gradient", "expert gradient", "compressed expert gradients"),
-    "dp_compression": ("SC", "DP gradients", "data-parallel compression"),
-    "fused_embedding_sync": ("FE", "embedding", "fused embedding sync"),
-    "param_gather": ("gather", "parameter gather", "compressed parameter gather"),
+    "pipeline_forward": "pipeline forward",
+    "compressed_backprop": "pipeline backward",
+    "fused_embedding_sync": "embedding",
+    "dp_compression": "DP gradients",
+    "param_gather": "parameter gather",
+    "expert_dispatch": "expert dispatch",
+    "expert_gradient": "expert gradient",
 }
-"""Names in logs, event files, checkpoints and messages of earlier versions: title, tag and phrase, by class."""
+"""Names in checkpoints of earlier versions, and in logs, event files and messages, by class."""
 
 every_class = pytest.mark.parametrize("traffic", CLASSES, ids=lambda traffic: traffic.name)
 
@@ -55,8 +55,8 @@ def test_the_configuration_is_imported_without_torch_and_megatron() -> None:
 
 
 def test_the_names_that_users_see_stay_as_they_were() -> None:
-    assert {each.name: (each.title, each.tag, each.phrase) for each in CLASSES} == SEEN
-    for unique in ("name", "title", "tag", "phrase", "options"):
+    assert {each.name: each.tag for each in CLASSES} == SEEN
+    for unique in ("name", "tag", "options"):
         assert len({getattr(each, unique) for each in CLASSES}) == len(CLASSES), unique
 
 
@@ -86,7 +86,7 @@ def test_a_class_is_on_alone_in_each_of_its_formats_and_off_in_dense(traffic: Tr
         assert config.format_of(traffic) == format
         assert [each for each in CLASSES if config.is_on(each)] == ([traffic] if format != "dense" else [])
         assert config.any_technique == config.is_on(traffic)
-        assert describe(config).startswith(traffic.phrase if format != "dense" else "every technique is off")
+        assert describe(config).startswith(traffic.tag if format != "dense" else "every technique is off")
 
 
 @given(

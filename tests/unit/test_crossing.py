@@ -89,9 +89,9 @@ def test_the_groups_of_tensor_parallel_ranks_add_up_in_the_same_levels() -> None
 def test_lines_say_what_is_left_dense_and_what_is_compressed_all_the_same() -> None:
     assert list(crossing_lines(BALANCED, on_nodes("abcd", pipeline=2))) == []
     (line,) = crossing_lines(BALANCED, on_nodes("aaaa", pipeline=2))
-    assert line.startswith("left dense, because nothing of it leaves a node: compressed activations, ")
+    assert line.startswith("left dense, because nothing of it leaves a node: pipeline forward, ")
     (line,) = crossing_lines(INT4, on_nodes("aaaa"))
-    assert line.startswith("compressed as asked for, although nothing of it leaves a node: data-parallel compression")
+    assert line.startswith("compressed as asked for, although nothing of it leaves a node: DP gradients")
     lines = list(crossing_lines(BALANCED, on_nodes("aabb", pipeline=4)))
     assert "2 of 3 hops between stages stay inside a node, and are left dense" in lines
 

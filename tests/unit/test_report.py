@@ -102,7 +102,7 @@ def test_a_missing_scalar_is_named(tmp_path: Path, tag: str) -> None:
 def test_consistent_runs_pass_the_cross_check_and_shares_end_with_their_sum(comparison: Comparison) -> None:
     *classes, everything = shares(comparison.last)
     assert [share.name for share in classes] == [traffic.tag for traffic in CLASSES]
-    assert [share.raw for share in classes] == list(RAW.values())
+    assert {share.name: share.raw for share in classes} == RAW
     assert (everything.raw, everything.sent) == (sum(RAW.values()), sum(SENT.values()))
     assert everything.ratio == sum(SENT.values()) / sum(RAW.values())
     assert comparison.complaints() == []
@@ -349,7 +349,7 @@ def test_every_report_of_the_log_repeats_where_and_why_torch_compresses() -> Non
 
 def test_a_log_keeps_the_error_and_the_time_of_every_class_that_the_log_names(tmp_path: Path) -> None:
     measured = {
-        traffic.title: TechniqueMetrics(error=number / 100, compressed=1.0, seconds=number / 1000)
+        traffic.tag: TechniqueMetrics(error=number / 100, compressed=1.0, seconds=number / 1000)
         for number, traffic in enumerate(CLASSES, start=1)
     }
     stage = StageMetrics(ranks=1, techniques=measured, statistics=StatisticsSums())

@@ -80,11 +80,16 @@ def test_two_runs_side_by_side_are_a_page_tables_and_pictures(
     assert report(tmp_path / "a", tmp_path / "b", "--output", output) == 0
     assert {path.name for path in output.iterdir()} == {"index.html", *FILES}
     said = capsys.readouterr().out
-    for line in ("final training loss", "+13.51%", "| DP gradients | 4.000 | 1.000 | 25.0% |", "CB, stage 1"):
+    for line in (
+        "final training loss",
+        "+13.51%",
+        "| DP gradients | 4.000 | 1.000 | 25.0% |",
+        "pipeline backward, stage 1",
+    ):
         assert line in said, line
     assert "note:" not in said, "two compressed runs contradict nothing"
     rows = list(csv.DictReader((output / "compression.csv").open()))
-    assert rows == [{"": "CB, stage 1"} | {f"{run}: {kind}": value for run in "ab" for kind, value in (
+    assert rows == [{"": "pipeline backward, stage 1"} | {f"{run}: {kind}": value for run in "ab" for kind, value in (
         ("error, %", "25.0"), ("ms", "3.0"),
     )}]  # fmt: skip
     assert sum(row["scalar"] == TRAINING for row in csv.DictReader((output / "scalars.csv").open())) == 2 * 6
@@ -120,7 +125,9 @@ def test_where_there_are_only_logs_as_of_the_papers_runs_these_are_read(
     assert report(tmp_path, "--output", tmp_path / "out") == 0
     said = capsys.readouterr().out
     assert "| final training loss | 7.5000 |" in said and "| DP gradients | 4.000 | 1.000 | 25.0% |" in said
-    assert "| SC | 40 | 3 |" in said and "| gather | 12 | 5 |" in said and "no validation loss" in said
+    assert (
+        "| DP gradients | 40 | 3 |" in said and "| parameter gather | 12 | 5 |" in said and "no validation loss" in said
+    )
 
 
 def test_a_resumed_run_is_one_run_and_its_later_file_counts_whatever_a_copy_made_of_the_files_times(

@@ -113,11 +113,11 @@ def test_a_preset_switches_on_what_the_layout_allows_and_says_what_it_left_out(
     if replicas > 1:
         assert config.dp_compression_stages == ("all" if balanced else math.ceil(3 * stages / 4))
     left_out = {
-        "compressed activations: one pipeline stage": stages == 1 and balanced,
-        "compressed backpropagation: one pipeline stage": stages == 1,
-        "fused embedding sync: one pipeline stage": stages == 1,
-        "fused embedding sync: the embeddings are not tied": stages > 1 and not tied,
-        "data-parallel compression: one data-parallel replica": replicas == 1,
+        "pipeline forward: one pipeline stage": stages == 1 and balanced,
+        "pipeline backward: one pipeline stage": stages == 1,
+        "embedding: one pipeline stage": stages == 1,
+        "embedding: the embeddings are not tied": stages > 1 and not tied,
+        "DP gradients: one data-parallel replica": replicas == 1,
     }
     assert sorted(notes) == sorted(f"{preset} leaves out {what}" for what, is_left in left_out.items() if is_left)
 
@@ -125,7 +125,7 @@ def test_a_preset_switches_on_what_the_layout_allows_and_says_what_it_left_out(
 def test_the_balanced_preset_gathers_parameters_in_int4_where_there_are_fp32_copies_and_says_where_not() -> None:
     assert resolved("--optimus-cc balanced", SHARDED) == Resolution(BALANCED.replace(param_gather_format="int4"))
     dense = resolved("--optimus-cc balanced", replace(SHARDED, master_copies=False))
-    said = "--optimus-cc balanced leaves out compressed parameter gather: no fp32 copies of parameters"
+    said = "--optimus-cc balanced leaves out parameter gather: no fp32 copies of parameters"
     assert dense == Resolution(BALANCED, (said,))
     assert resolved("--optimus-cc", SHARDED) == Resolution(PAPER)
     assert resolved("--optimus-cc balanced --param-gather-format dense", SHARDED) == Resolution(BALANCED)

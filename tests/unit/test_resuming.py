@@ -45,7 +45,7 @@ def decided(now: OptimusConfig = BOTH, saved: OptimusConfig | None = BOTH, **cha
 def test_what_concerns_the_whole_checkpoint_resets_everything_in_one_line(changes: dict[str, Any], says: str) -> None:
     found = decided(**changes)
     (line,) = found.lines()
-    assert line.startswith("warning: the state of compressed backpropagation and data-parallel compression is reset")
+    assert line.startswith("warning: the state of pipeline backward and DP gradients is reset")
     assert says in line and found.restored == ()
 
 
@@ -84,7 +84,7 @@ def test_the_same_run_goes_on_from_everything_also_where_what_the_state_does_not
     changes: dict[str, Any],
 ) -> None:
     found = decided(now=BOTH.replace(**changes))
-    both = "the state of compressed backpropagation and data-parallel compression is restored from iteration 4"
+    both = "the state of pipeline backward and DP gradients is restored from iteration 4"
     assert found.restored == (CB, SC) and found.lines() == [both]
 
 
@@ -92,10 +92,10 @@ def test_a_technique_that_is_newly_on_starts_afresh_and_one_that_is_off_is_ignor
     newly = decided(saved=BOTH.replace(dp_compression_format="dense"))
     assert newly.restored == (CB,)
     _, line = newly.lines()
-    assert "the state of data-parallel compression is reset" in line and "does not contain it" in line
+    assert "the state of DP gradients is reset" in line and "does not contain it" in line
     off = decided(now=BOTH.replace(dp_compression_format="dense"))
     assert off.restored == (CB,)
-    ignored = "the checkpoint's state of data-parallel compression is ignored: this run does not use it"
+    ignored = "the checkpoint's state of DP gradients is ignored: this run does not use it"
     assert off.lines()[1:] == [ignored]
 
 

@@ -7,7 +7,6 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
-    EXPERT_DISPATCH,
     PIPELINE_BACKWARD,
     TrafficClass,
 )
@@ -17,7 +16,7 @@ from optimus_cc_ext.tools.plan.hardware import Cluster
 from optimus_cc_ext.tools.plan.iteration import breakdown, iteration, rank_costs
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.traffic import check_memory
-from optimus_cc_ext.tools.plan.variants import WORTH, Band, Variant, config_in
+from optimus_cc_ext.tools.plan.variants import SHORT, WORTH, Band, Variant, config_in
 
 ADMITTED = {
     traffic: traffic.presets["balanced"][traffic.format_field] for traffic in CLASSES if "balanced" in traffic.presets
@@ -29,7 +28,7 @@ in int4 cost the GPT +0.045 %, with a bound of 0.06 %, and a Llama-like model 0.
 
 BALANCED = ("--optimus-cc", "balanced")
 
-UNPRICED = {EXPERT_DISPATCH: "int8"}
+UNPRICED = {traffic: "int8" for traffic in CLASSES if traffic not in ADMITTED}
 """The format of each class whose price in loss the study could not bound by 0.05 %. The answer gives the seconds of the
 class and does not recommend it.
 """
@@ -161,7 +160,8 @@ def class_of(name: str) -> TrafficClass:
     """Return the class of traffic with this tag, title or name; raises PlanError if there is none."""
     wanted = name.lower().replace("-", " ").replace("_", " ")
     for traffic in CLASSES:
-        if wanted in (each.lower().replace("_", " ") for each in (traffic.tag, traffic.title, traffic.name)):
+        names = (traffic.tag, SHORT.get(traffic.name, ""), traffic.name)
+        if wanted in (each.lower().replace("_", " ") for each in names):
             return traffic
     raise PlanError(f"--why: unknown class {name!r}: there are {', '.join(traffic.tag for traffic in CLASSES)}")
 

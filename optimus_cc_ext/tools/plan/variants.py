@@ -20,11 +20,17 @@ from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.published import band_of
 from optimus_cc_ext.tools.plan.traffic import DENSE, MEMORY_ERROR, check_memory
 
+SHORT = {
+    "pipeline_forward": "forward", "compressed_backprop": "CB", "dp_compression": "DP", "fused_embedding_sync": "FE",
+    "param_gather": "gather", "expert_dispatch": "dispatch",
+}  # fmt: skip
+"""The names of classes of traffic in the planner's rows, where they differ from those in the log."""
+
 
 def _each_alone() -> Iterator[tuple[str, str]]:
     """Yield a name and the flags for each class of traffic in each of its formats, with only that class compressed."""
     for row in sorted(classes.CLASSES, key=lambda row: row is not classes.PIPELINE_BACKWARD):
-        short = "DP" if row is classes.DP_GRADIENTS else row.title
+        short = SHORT.get(row.name, row.tag)
         for form in row.formats:
             if form == "low-rank":
                 yield f"{short} {form}", row.flag

@@ -10,11 +10,12 @@ from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
-from optimus_cc_ext.config.classes import CLASSES, EXPERT_DISPATCH, EXPERT_GRADIENT
+from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.tools.data.output import check_replaceable, locked, replace
 from optimus_cc_ext.tools.report import ReportError, require
 from optimus_cc_ext.tools.report.document import Box, Part, Picture, Points, ReportDocument
+from optimus_cc_ext.tools.report.log_lines import OLD_NAMES
 from optimus_cc_ext.tools.report.record import SECONDS, TRAINING, VALIDATION, Curve, Record, Share, read_run, shares
 from optimus_cc_ext.tools.report.table import Cell, Table, printed
 
@@ -31,8 +32,8 @@ _TRAFFIC = tuple(
     f"optimus-cc/{traffic.tag} {side} bytes"
     for traffic in CLASSES
     for side in ("raw", "sent")
-    # Earlier versions did not log tokens to experts, and their runs are still read.
-    if traffic not in (EXPERT_DISPATCH, EXPERT_GRADIENT)
+    # Earlier versions did not log what only models with experts send, and their runs are still read.
+    if all(need.fact != "expert_parallel" for need in traffic.needs)
 )
 _COMPRESSION = re.compile(
     r"optimus-cc/(?P<technique>[\w ]+) (?P<kind>relative error|residual norm|milliseconds)(?:/(?P<stage>.+))?"
@@ -179,10 +180,7 @@ class Comparison:
             for row, values in sorted(found.items())
         ]
         titles = [f"{name}: {kinds[kind][0]}" if len(self.runs) > 1 else kinds[kind][0] for name, kind in columns]
-        note = (
-            "Error: |compression error| / |compressed tensor|. forward: activations, CB: activation gradients, "
-            "SC: data-parallel gradients, FE: tied embedding, gather: the distributed optimizer's parameters."
-        )
+        note = "Error: |compression error| / |compressed tensor|."
         return Table(("", *titles), rows, "Compression", note, name="compression")
 
     def scalars(self) -> Table:
@@ -273,7 +271,8 @@ def _compression(record: Record) -> Iterator[tuple[str, re.Match[str]]]:
 
 def _place(match: re.Match[str]) -> str:
     """Return the technique and the stage that a tag names; tags read from a log have no stage."""
-    return ", ".join(filter(None, (match["technique"], match["stage"])))
+    technique = match["technique"]
+    return ", ".join(filter(None, (OLD_NAMES.get(technique, technique), match["stage"])))
 
 
 def _row(name: str, values: Sequence[float], form: str) -> tuple[Cell, ...]:

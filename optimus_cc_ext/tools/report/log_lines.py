@@ -31,7 +31,12 @@ _LEFT_DENSE = re.compile(r"^optimus-cc: left dense, because nothing of it leaves
 _SECONDS = r"([\d.e+-]+) s \(([\d.e+-]+) to ([\d.e+-]+)\)"
 _TRIAL = re.compile(rf"^optimus-cc: iterations \d+ to \d+: dense {_SECONDS}, \w+ {_SECONDS}: ")
 _FALLBACK = re.compile(r"optimus-cc compressed by torch \| (?P<reason>.+)$")
-_TITLE = rf"\b({'|'.join(traffic.title for traffic in CLASSES)})[\w -]*"
+OLD_NAMES = {
+    "forward": "pipeline forward", "CB": "pipeline backward", "FE": "embedding", "SC": "DP gradients",
+    "gather": "parameter gather", "dispatch": "expert dispatch",
+}  # fmt: skip
+"""Names of classes of traffic in the line about errors and times of earlier versions, with those of today."""
+_TITLE = rf"\b({'|'.join([*(traffic.tag for traffic in CLASSES), *OLD_NAMES])})[\w -]*"
 # Maps a tag to the pattern of its values. Patterns are not anchored: all ranks write to one log, so that a line can
 # begin in the middle of another one.
 _SCALARS = {
@@ -135,7 +140,8 @@ def parse_scalars(line: str) -> dict[str, float]:
         for tag, pattern in _SCALARS.items():
             # The log prints MB and percent, the record holds bytes and shares.
             scale = 1e6 if tag.endswith("bytes") else 1e-2 if tag.endswith("relative error") else 1.0
-            found |= {tag.format(name): scale * float(value) for name, value in pattern.findall(line)}
+            values = pattern.findall(line)
+            found |= {tag.format(OLD_NAMES.get(name, name)): scale * float(value) for name, value in values}
     return found
 
 
