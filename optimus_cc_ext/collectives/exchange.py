@@ -54,6 +54,7 @@ from optimus_cc_ext.collectives.calls import (
     start_sum,
 )
 from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce, exchange, gather, reduce_scatter
 from optimus_cc_ext.collectives.messages import AllGather, Formats, Tools, message_bytes
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.collectives.ranges import Range, cut, dealt, views, within
@@ -218,6 +219,24 @@ class ExchangePlan:
         """
         (gradients, sums), (received, total) = self.message_bytes, self.summed_in_fp32
         return max(self.senders * max(2 * gradients, sums), received * self.dtype.itemsize + total * 4)
+
+    def legs(self, beside: int = 1, whole: bool = False) -> list[Leg]:
+        """Return the collectives of one rank, whose node holds `beside` ranks; `whole` is that of `Reducer.start`."""
+        size, span, (gradients, sums) = self.dtype.itemsize, Span(self.ranks, beside), self.message_bytes
+        node, rail = span.inside(self.members), span.across(self.members)
+        inside = [reduce_scatter(length * size, node) for _, length in self.slabs]
+        legs = [*inside, exchange(gradients, rail)]
+        if self.gathers(whole):
+            legs.append(gather(sums, rail))
+        if not self.sharded:
+            legs += inside  # the sums are gathered inside the node
+        elif whole and self.members > 1:
+            legs.append(reduce_scatter(self.numel * size, node if self.levels.instances else span))
+        return legs + [all_reduce(length * size, span) for _, length in self.remainders]
+
+    def gather_leg(self, beside: int = 1) -> Leg:
+        """Return the leg of an all-gather of messages in the format of gradients."""
+        return gather(self.message_bytes[0], Span(self.ranks, beside))
 
     @property
     def inside_bytes(self) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from optimus_cc_ext.collectives.calls import PendingCollective, start_reduce_scatter, start_sum
 from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce, sharded
 from optimus_cc_ext.collectives.messages import Tools
 from optimus_cc_ext.collectives.ranges import Range, views
 from optimus_cc_ext.collectives.traffic import all_reduce_bytes, leaving_instances, leaving_ring, sharded_bytes
@@ -100,6 +101,11 @@ class DensePlan:
     def runs(self) -> list[Range]:
         """Ranges that are reduced by one collective each; adjacent ranges are joined."""
         return [(0, self.numel)] if self.sharded else list(joined(self.dense))
+
+    def legs(self, beside: int = 1, whole: bool = False) -> list[Leg]:
+        """Return the collectives of one rank, whose node holds `beside` ranks; `whole` is that of `Reducer.start`."""
+        nbytes, span = sum(length for _, length in self.runs) * self.dtype.itemsize, Span(self.ranks, beside)
+        return sharded(nbytes, span, self.instances) if self.sharded and not whole else [all_reduce(nbytes, span)]
 
     def sent_bytes(self, whole: bool = False) -> int:
         """Bytes that one rank sends; `whole` is the argument of `Reducer.start`."""

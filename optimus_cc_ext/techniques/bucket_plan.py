@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 
 from optimus_cc_ext.collectives.exchange import ExchangePlan, sent_alone
+from optimus_cc_ext.collectives.legs import Bytes, Leg, Span, all_reduce, bytes_of, reduce_scatter, sent, sharded
 from optimus_cc_ext.collectives.messages import Formats
 from optimus_cc_ext.collectives.reducers import DensePlan
 from optimus_cc_ext.collectives.traffic import (
@@ -27,6 +28,7 @@ from optimus_cc_ext.collectives.traffic import (
     reduce_scatter_bytes,
     sharded_bytes,
 )
+from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, TrafficClass
 from optimus_cc_ext.techniques.bucket_rules import BucketRecord, BucketRules, ParameterRecord
 from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan
 
@@ -127,6 +129,80 @@ class GroupPlan:
             return None
         routed = any(parameter.expert for parameter in parameters)
         return "gradients of routed experts" if routed else "all gradients of a model chunk"
+
+    # -- legs ---------------------------------------------------------------------------------------------------------
+
+    def legs(self, compressing: bool | None, whole: bool = False) -> list[Leg]:
+        """Return the collectives of one reduction of the group on one rank.
+
+        Args:
+            compressing: True if gradients are compressed, False if they are not; None: vanilla Megatron reduces them.
+            whole: the argument of `Reducer.start`.
+        """
+        if (plans := self._plans(compressing)) is None:
+            nbytes = sum(bucket.record.numel * bucket.record.dtype.itemsize for bucket in self.buckets)
+            return self._megatrons(nbytes - self.tied_bytes) + self._megatrons(self.tied_bytes)
+        return [leg for plan in plans for leg in plan.legs(self.rules.beside, whole)]
+
+    def tied_legs(self, compressing: bool | None, whole: bool = False) -> list[Leg]:
+        """Return the part of `legs` that sums a tied embedding, which is a class of traffic of its own. In a bucket
+        that it shares with other parameters, its part is what it would send alone.
+        """
+        plans, rules, beside = self._plans(compressing), self.rules, self.rules.beside
+        if self.tied_bytes == 0 or (plans is not None and self.leaves_out):
+            return []
+        if plans is None:
+            return self._megatrons(self.tied_bytes)
+        number, bucket = next((n, each) for n, each in enumerate(self.buckets) if each.record.tied_numel)
+        if bucket.record.is_all_tied:
+            return plans[number].legs(beside, whole)
+        if rules.format in NOT_BLOCKS:
+            return [all_reduce(self.tied_bytes, Span(rules.ranks, beside))]
+        numel = bucket.record.tied_numel
+        return ExchangePlan(
+            numel=-(-numel // rules.ranks) * rules.ranks, coded=[(0, numel)], dtype=bucket.record.dtype,
+            ranks=rules.ranks, sharded=rules.sharded, formats=Formats(rules.format, rules.sums), levels=rules.levels,
+        ).legs(beside, whole)  # fmt: skip
+
+    def gather_legs(self, *, coded: bool) -> list[Leg]:
+        """Return the collectives of one rank in a gather of the parameters, compressed or Megatron's; empty without
+        the distributed optimizer.
+        """
+        rules = self.rules
+        owners = Span(rules.ranks, rules.beside).inside(rules.owners)
+        if coded:
+            return [bucket.gather.gather_leg(owners.beside) for bucket in self.buckets if bucket.gather is not None]
+        sizes = (bucket.record.numel * bucket.record.parameter_dtype.itemsize for bucket in self.buckets)
+        return [reduce_scatter(nbytes, owners) for nbytes in sizes] if rules.sharded else []
+
+    def bytes_by_class(self, compressing: bool | None, whole: bool = False) -> dict[TrafficClass, Bytes]:
+        """Return the bytes of `legs` by class. Bytes that leave a node are not told apart: they count with those of
+        gradients.
+        """
+        way = compressing, whole
+        if way not in self._known:
+            everything, tied = bytes_of(self.legs(*way)), sent(self.tied_legs(*way))
+            gradients = Bytes(everything.sent - tied, everything.leaving)
+            self._known[way] = {DP_GRADIENTS: gradients, EMBEDDING: Bytes(tied, 0)}
+        return self._known[way]
+
+    @cached_property
+    def _known(self) -> dict[tuple[bool | None, bool], dict[TrafficClass, Bytes]]:
+        return {}
+
+    def _plans(self, compressing: bool | None) -> list[ReductionPlan] | None:
+        """Return the plans of a reduction; None: Megatron reduces the group."""
+        if compressing is None:
+            return None
+        plans = [bucket.compressed if compressing else bucket.warmup for bucket in self.buckets]
+        return None if None in plans else plans  # type: ignore[return-value]
+
+    def _megatrons(self, nbytes: int) -> list[Leg]:
+        """Return the collectives in which vanilla Megatron sums `nbytes` of gradients."""
+        rules, span = self.rules, Span(self.rules.ranks, self.rules.beside)
+        if rules.in_fp32:
+            return [Leg("exchange", reduce_scatter(nbytes, span).nbytes, span)]
+        return sharded(nbytes, span, rules.instances) if rules.sharded else [all_reduce(nbytes, span)]
 
     # -- bytes that one rank sends ------------------------------------------------------------------------------------
 

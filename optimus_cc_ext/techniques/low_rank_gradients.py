@@ -31,6 +31,7 @@ import torch
 
 from optimus_cc_ext.collectives.calls import PendingCollective, start_sum
 from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce
 from optimus_cc_ext.collectives.messages import Tools
 from optimus_cc_ext.collectives.ranges import Range
 from optimus_cc_ext.collectives.reducers import Reducer
@@ -170,6 +171,11 @@ class LowRankPlan:
     def wire_bytes(self) -> int:
         """Bytes of memory for messages: all P and Q, and the small dense runs."""
         return sum(sum(pack.first) + sum(pack.second) for pack in self.packs) * self.wire_dtype.itemsize
+
+    def legs(self, beside: int = 1, whole: bool = False) -> list[Leg]:
+        """Return the sums of one rank, whose node holds `beside` ranks: the same for a shard and for the whole."""
+        dense = sum(length for _, length in self.runs) * self.dtype.itemsize
+        return [all_reduce(self.wire_bytes + dense, Span(self.ranks, beside))]
 
     def sent_bytes(self, whole: bool = False) -> int:
         """Bytes that one rank sends: the same number for a shard and for the whole bucket."""
