@@ -35,13 +35,13 @@ names of formats, so that doctor can use it before there is a tensor:
 
     plan = ExchangePlan(numel=..., coded=matrices, dense=vectors, dtype=torch.float32, ranks=8, sharded=True,
                         formats=Formats("int4", "int8"))
-    plan.sent_bytes(), plan.wire_bytes
+    sent(plan.legs()), plan.wire_bytes
     plan.bind(Groups(group), Tools(device=flat.device, codecs=codecs)).reduce(flat)
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 
@@ -59,13 +59,6 @@ from optimus_cc_ext.collectives.messages import AllGather, Formats, Tools, messa
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.collectives.ranges import Range, cut, dealt, views, within
 from optimus_cc_ext.collectives.reducers import Reducer
-from optimus_cc_ext.collectives.traffic import (
-    all_reduce_bytes,
-    exchanged_bytes,
-    leaving_exchange,
-    leaving_ring,
-    reduce_scatter_bytes,
-)
 from optimus_cc_ext.compressors.blocks import BlockLayout, joined
 from optimus_cc_ext.compressors.formats import BLOCK
 
@@ -237,69 +230,6 @@ class ExchangePlan:
     def gather_leg(self, beside: int = 1) -> Leg:
         """Return the leg of an all-gather of messages in the format of gradients."""
         return gather(self.message_bytes[0], Span(self.ranks, beside))
-
-    @property
-    def inside_bytes(self) -> int:
-        """Bytes that one rank sends inside its node: for the sums, and without the distributed optimizer to gather
-        them.
-        """
-        summed = sum(reduce_scatter_bytes(length * self.dtype.itemsize, self.members) for _, length in self.slabs)
-        return summed * (1 if self.sharded else 2)
-
-    def _across_bytes(self, whole: bool) -> tuple[int, int]:
-        """Return the bytes of a message of gradients, and of a message of sums if sums are sent."""
-        gradients, sums = self.message_bytes
-        return gradients, sums if self.gathers(whole) else 0
-
-    def _dense_bytes(self, whole: bool) -> int:
-        """Return the bytes that one rank sends dense beside the sums inside its node: remainders, or its shard if
-        gradients are needed whole.
-        """
-        if self.sharded and whole and self.members > 1:
-            owners = self.members if self.levels.instances else self.ranks
-            return reduce_scatter_bytes(self.numel * self.dtype.itemsize, owners)
-        return sum(all_reduce_bytes(length * self.dtype.itemsize, self.ranks) for _, length in self.remainders)
-
-    def sent_bytes(self, whole: bool = False) -> int:
-        """Return the bytes that one rank sends, inside its node and to others; `whole` is the argument of
-        `Reducer.start`.
-        """
-        across = exchanged_bytes(sum(self._across_bytes(whole)), self.senders)
-        return self.inside_bytes + across + self._dense_bytes(whole)
-
-    def leaving_bytes(self, beside: int, whole: bool = False) -> float:
-        """Return the bytes of one rank that leave its node, which holds `beside` ranks; sums are sent round in a
-        ring.
-        """
-        (gradients, sums), members = self._across_bytes(whole), self.members
-        on_node = max(1, beside // members)
-        return (
-            leaving_exchange(gradients, self.senders, on_node)
-            + leaving_ring(exchanged_bytes(sums, self.senders), self.senders, on_node)
-            + leaving_ring(self.inside_bytes, members, min(beside, members))
-            + leaving_ring(self._dense_bytes(whole), self.ranks, beside)
-        )
-
-    def gathered_bytes(self) -> int:
-        """Return the bytes that one rank sends in an all-gather of messages in the format of gradients."""
-        return exchanged_bytes(self.message_bytes[0], self.senders)
-
-
-@lru_cache
-def sent_alone(
-    numel: int,
-    dtype: torch.dtype,
-    ranks: int,
-    sharded: bool,
-    formats: Formats,
-    whole: bool = False,
-    levels: Levels = ONE_LEVEL,
-) -> int:
-    """Return the bytes that one rank sends to reduce one encoded parameter in an exchange of its own."""
-    return ExchangePlan(
-        numel=-(-numel // ranks) * ranks, coded=[(0, numel)], dtype=dtype, ranks=ranks, sharded=sharded,
-        formats=formats, levels=levels,
-    ).sent_bytes(whole)  # fmt: skip
 
 
 class Exchange(Reducer):

@@ -28,7 +28,7 @@ class Groups:
     """The rail: one rank of each node, all with the same index inside their node. None means one level."""
 
     beside: int = 1
-    """Number of ranks of the group on this rank's node, with this rank; 1 if nodes are not known."""
+    """Number of ranks of the group on this rank's node, with this rank."""
 
     @property
     def across(self) -> dist.ProcessGroup:

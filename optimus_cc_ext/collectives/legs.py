@@ -16,7 +16,7 @@ class Span:
 
     ranks: int
     beside: int = 1
-    """Number of these ranks on this rank's node, with this rank; all of them if nodes are not known."""
+    """Number of these ranks on this rank's node, with this rank; all of them if nodes are unknown."""
 
     def inside(self, members: int) -> "Span":
         """Return the span of this rank's part, if the ranks are cut into parts of `members` consecutive ranks: into
@@ -68,11 +68,6 @@ def bytes_of(legs: Iterable[Leg]) -> Bytes:
 def sent(legs: Iterable[Leg]) -> int:
     """Return the bytes that a rank sends in these legs."""
     return bytes_of(legs).sent
-
-
-def leaving(legs: Iterable[Leg]) -> float:
-    """Return a rank's share of the bytes that leave its node in these legs."""
-    return bytes_of(legs).leaving
 
 
 def all_reduce(nbytes: int, span: Span) -> Leg:

@@ -17,7 +17,6 @@ from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce, sharded
 from optimus_cc_ext.collectives.messages import Tools
 from optimus_cc_ext.collectives.ranges import Range, views
-from optimus_cc_ext.collectives.traffic import all_reduce_bytes, leaving_instances, leaving_ring, sharded_bytes
 from optimus_cc_ext.compressors.blocks import joined
 
 
@@ -106,20 +105,6 @@ class DensePlan:
         """Return the collectives of one rank, whose node holds `beside` ranks; `whole` is that of `Reducer.start`."""
         nbytes, span = sum(length for _, length in self.runs) * self.dtype.itemsize, Span(self.ranks, beside)
         return sharded(nbytes, span, self.instances) if self.sharded and not whole else [all_reduce(nbytes, span)]
-
-    def sent_bytes(self, whole: bool = False) -> int:
-        """Bytes that one rank sends; `whole` is the argument of `Reducer.start`."""
-        nbytes = sum(length for _, length in self.runs) * self.dtype.itemsize
-        if self.sharded and not whole:
-            return sum(sharded_bytes(nbytes, self.ranks, self.instances))
-        return all_reduce_bytes(nbytes, self.ranks)
-
-    def leaving_bytes(self, beside: int, whole: bool = False) -> float:
-        """Return the bytes of one rank that leave its node, which holds `beside` ranks of the group."""
-        if self.sharded and not whole:
-            sent = sharded_bytes(self.numel * self.dtype.itemsize, self.ranks, self.instances)
-            return leaving_instances(sent, self.ranks, self.instances, beside)
-        return leaving_ring(self.sent_bytes(whole), self.ranks, beside)
 
 
 class DenseReducer(Reducer):

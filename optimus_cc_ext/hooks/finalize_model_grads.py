@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
+from optimus_cc_ext.collectives.legs import bytes_of
 from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.hooks.facts import tied_embedding
@@ -14,7 +14,7 @@ from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.hooks.steps import check_messages
 from optimus_cc_ext.patching import around
-from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
+from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.session import Session
 
 _MODULE = "megatron.core.distributed.finalize_model_grads"
@@ -55,13 +55,16 @@ def _sum_word_embedding(session: Session, chunk: Any, embedding: Any, vanilla: C
         vanilla: Megatron's sum.
     """
     fused = session.embedding
-    ours = fused.takes_over(session.in_step)
-    if chunk is None or not ours:
-        vanilla()
+    ours = chunk is not None and fused.takes_over(session.in_step)
+    if ours:
+        gradient = _to_reduce(fused, chunk, embedding)
+        fused.reduce(gradient)
     else:
-        fused.reduce(_to_reduce(fused, chunk, embedding))
-    if chunk is not None and (ours or session.in_step):
-        _count(session, ours, embedding.main_grad, chunk.ddp_config.use_distributed_optimizer)
+        vanilla()
+    if ours or (chunk is not None and session.in_step):
+        # The sum over the replicas was counted with the embedding's bucket.
+        raw = bytes_of([fused.of_pair(embedding.main_grad)])
+        session.traffic.add(EMBEDDING, raw, bytes_of(fused.legs(gradient)) if ours else raw)
 
 
 def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> torch.Tensor:
@@ -76,36 +79,3 @@ def _to_reduce(technique: FusedEmbeddingSync, chunk: Any, embedding: Any) -> tor
             "first and the last stage are not alike. Leave --fused-embedding-sync out with the distributed optimizer"
         )
     return own_shard(bucket_group, bucket)
-
-
-def _count(session: Session, ours: bool, gradient: torch.Tensor, sharded: bool) -> None:
-    """Count the embedding's bytes: over the replicas, in its bucket or in our own collective, and over the pair of
-    stages."""
-    assert session.grid is not None
-    nbytes, replicas = gradient.nbytes, session.grid.data_parallel
-    instances = 1 if session.layout is None else session.layout.instances
-    raw = unfused_bytes(nbytes, replicas, sharded=sharded, instances=instances)
-    if ours:
-        fused = session.embedding
-        sent = fused_bytes(
-            nbytes, replicas, sharded=sharded, formats=fused.formats, dtype=gradient.dtype,
-            levels=_levels(session, sharded), instances=instances,
-        )  # fmt: skip
-    else:
-        sent = raw - sum(buckets.tied_saved for buckets in session.gradients.buckets)
-    session.traffic.add(EMBEDDING, raw=raw, sent=sent)
-    if session.new_groups is not None:
-        # The bytes over the replicas were counted with the embedding's bucket.
-        session.traffic.add_leaving(
-            raw=session.embedding.pair_leaving_bytes(nbytes),
-            sent=session.embedding.leaving_bytes(nbytes, replicas, ours=ours, dtype=gradient.dtype),
-        )
-
-
-def _levels(session: Session, sharded: bool) -> Levels:
-    """Return the levels of the group over which an embedding in blocks is reduced: the replicas if it is sharded, else
-    the union of both stages' replicas.
-    """
-    if not sharded:
-        return ONE_LEVEL if session.embedding.groups is None else session.embedding.groups.levels
-    return next(buckets.plan.rules.levels for buckets in session.gradients.buckets if buckets.plan.tied_bytes)

@@ -121,6 +121,7 @@ def _count(session: Session, tensors: Mapping[str, torch.Tensor | None], transfe
         tensor = tensors[role]
         if tensor is not None:
             sent = transfers[role].tensor if role in transfers else tensor
-            session.traffic.add(traffic_class, raw=tensor.nbytes, sent=sent.nbytes)
-            if role in session.leaving_roles:
-                session.traffic.add_leaving(raw=tensor.nbytes, sent=sent.nbytes)
+            leaving = role in session.leaving_roles
+            session.traffic.add(
+                traffic_class, (tensor.nbytes, tensor.nbytes * leaving), (sent.nbytes, sent.nbytes * leaving)
+            )  # fmt: skip

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.legs import Bytes
 from optimus_cc_ext.collectives.nodes import Levels
 from optimus_cc_ext.collectives.reducers import Reduction
 from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER, TrafficClass
@@ -89,7 +90,7 @@ def attach(
     patches.wrap(bucket_group, "start_grad_sync", partial(_start_grad_sync, session, bucket_group, buckets, shards))
     if instances > 1 and config.overlap_grad_reduce:
         patches.wrap(bucket_group, "finish_grad_sync", partial(_finish_grad_sync, bucket_group))
-    if plan.gather_bytes:
+    if plan.gathered[0].sent:
         patches.wrap(bucket_group, "start_param_sync", partial(_start_param_sync, session, bucket_group, plan, shards))
 
 
@@ -150,10 +151,10 @@ def _groups(session: Session, replicas: dist.ProcessGroup, bucket_group: Any) ->
             for name in (replaced_group(sharded=True), "inter_distributed_optimizer_instance_group")
         )
         levels = Levels(nodes=instances, members=node.size(), instances=True)
-        beside = 1 if new_groups is None else new_groups.beside(replicas)
+        beside = replicas.size() if new_groups is None else new_groups.beside(replicas)
         groups = Groups(replicas, levels, node, rail, beside)
     elif new_groups is None:
-        return Groups(replicas), frozenset()
+        return Groups(replicas, beside=replicas.size()), frozenset()
     else:
         two = config.sums_in_blocks and config.dp_compression_levels != "one"
         groups = new_groups.in_levels(replicas, two=two)
@@ -209,7 +210,6 @@ def _start_grad_sync(
     reducers, in_step = buckets.reducers, session.in_step
     # Megatron starts a reduction of the first batch once more in some cases; those versions never do.
     started_already = getattr(bucket_group, "is_first_batch", False) and bucket_group.grad_reduce_handle is not None
-    dense_bytes = buckets.plan.dense_bytes
     if force_all_reduce and buckets.plan.rules.instances > 1:
         reducers = []  # Megatron sums whole gradients inside one instance only, and so has no sum that we could replace
     if buckets.plan.tied_bytes and not started_already:
@@ -217,9 +217,7 @@ def _start_grad_sync(
     if not in_step or not reducers or started_already:
         original()
         if in_step and not started_already:
-            buckets.tied_saved = 0
-            session.traffic.add(DP_GRADIENTS, raw=dense_bytes, sent=dense_bytes)
-            _count_leaving(session, buckets.plan.dense_leaving_bytes, buckets.plan.dense_leaving_bytes)
+            _count(session, buckets.plan, buckets.plan.vanilla)
         return
     flats = buckets.gradients
     with _single_rank_group(session, bucket_group, buckets.plan):
@@ -233,9 +231,7 @@ def _start_grad_sync(
         bucket_group.grad_reduce_handle = handle
     else:
         handle.wait()
-    sent = buckets.sent_bytes(reducers, whole=force_all_reduce)
-    session.traffic.add(DP_GRADIENTS, raw=dense_bytes, sent=sent)
-    _count_leaving(session, buckets.plan.dense_leaving_bytes, buckets.leaving_bytes(reducers, whole=force_all_reduce))
+    _count(session, buckets.plan, buckets.bytes_by_class(reducers, whole=force_all_reduce))
 
 
 def _finish_grad_sync(bucket_group: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -286,15 +282,14 @@ def _start_param_sync(
     else:
         original(force_sync)
     if session.grid is not None:
-        sent = sum(shard.sent_bytes for shard in shards) if ours else 0 if again else plan.gather_bytes
-        session.traffic.add(PARAM_GATHER, raw=plan.gather_bytes, sent=sent)
-        raw, left = map(plan.gather_leaving_bytes, (plan.gather_bytes, sent))
-        _count_leaving(session, raw, left)
+        raw, coded = plan.gathered
+        session.traffic.add(PARAM_GATHER, raw, coded if ours else (0, 0) if again else raw)
 
 
-def _count_leaving(session: Session, raw: float, sent: float) -> None:
-    if session.new_groups is not None:
-        session.traffic.add_leaving(raw=raw, sent=sent)
+def _count(session: Session, plan: GroupPlan, sent: dict[TrafficClass, Bytes]) -> None:
+    """Count a reduction of a bucket group that sent these bytes."""
+    for traffic, nbytes in sent.items():
+        session.traffic.add(traffic, plan.vanilla[traffic], nbytes)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Counters of bytes by class of traffic: raw bytes, which vanilla Megatron would have sent, and sent bytes.
 
-A point-to-point message counts once, at its sender; `collectives/traffic.py` has the formulas of collectives.
+A point-to-point message counts once, at its sender; `collectives/legs.py` has the formulas of collectives.
 """
 
 from optimus_cc_ext.config.classes import CLASSES, TrafficClass
@@ -20,16 +20,13 @@ class Traffic:
         self._leaving = [0, 0]
         self._reported = self.as_list()
 
-    def add(self, traffic: TrafficClass, *, raw: int, sent: int) -> None:
-        """Count one transfer: `raw` bytes as vanilla Megatron would send it, `sent` bytes as it was sent."""
-        count = self._counts[traffic]
-        count[0] += raw
-        count[1] += sent
-
-    def add_leaving(self, *, raw: float, sent: float) -> None:
-        """Count the bytes of a transfer that leave this rank's node: `raw` for vanilla Megatron, and `sent`."""
-        self._leaving[0] += round(raw)
-        self._leaving[1] += round(sent)
+    def add(self, traffic: TrafficClass, raw: tuple[int, float], sent: tuple[int, float]) -> None:
+        """Count one transfer, by its bytes and those of them that leave this rank's node (`legs.Bytes`): `raw` as
+        vanilla Megatron would send it, `sent` as it was sent.
+        """
+        for index, (nbytes, leaving) in enumerate((raw, sent)):
+            self._counts[traffic][index] += nbytes
+            self._leaving[index] += round(leaving)
 
     @property
     def leaving(self) -> tuple[int, int]:

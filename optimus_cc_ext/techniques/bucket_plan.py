@@ -3,8 +3,8 @@
     parameters = [ParameterRecord(shape=(1024, 3072), start=0), ParameterRecord(shape=(3072,), start=1024 * 3072)]
     bucket = BucketRecord(numel=1025 * 3072, dtype=torch.float32, parameters=parameters)
     plan = GroupPlan.of([bucket], BucketRules(format="int4", ranks=8, sharded=True))
-    plan.dense_bytes, plan.compressed_bytes()      # bytes that a rank sends in one reduction, vanilla and compressed
-    plan.buckets[0].compressed                     # plan of its reduction; it has sent_bytes(), wire_bytes
+    plan.bytes_by_class(None), plan.bytes_by_class(True)      # bytes of one reduction, vanilla's and compressed
+    plan.buckets[0].compressed                                # plan of its reduction; it has legs(), wire_bytes
 
 A plan knows shapes, ranges of the flat bucket and names of formats; it holds no tensor, codec or process group. So the
 hook makes it from Megatron's buckets, doctor from a model on the meta device, and a test from three numbers.
@@ -16,18 +16,10 @@ from functools import cached_property
 
 import torch
 
-from optimus_cc_ext.collectives.exchange import ExchangePlan, sent_alone
+from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.legs import Bytes, Leg, Span, all_reduce, bytes_of, reduce_scatter, sent, sharded
 from optimus_cc_ext.collectives.messages import Formats
 from optimus_cc_ext.collectives.reducers import DensePlan
-from optimus_cc_ext.collectives.traffic import (
-    all_reduce_bytes,
-    leaving_exchange,
-    leaving_instances,
-    leaving_ring,
-    reduce_scatter_bytes,
-    sharded_bytes,
-)
 from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, TrafficClass
 from optimus_cc_ext.techniques.bucket_rules import BucketRecord, BucketRules, ParameterRecord
 from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan
@@ -132,6 +124,11 @@ class GroupPlan:
 
     # -- legs ---------------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def tied_bytes(self) -> int:
+        """Bytes of the tied embedding's gradient; 0 if the group holds none."""
+        return sum(bucket.record.tied_numel * bucket.record.dtype.itemsize for bucket in self.buckets)
+
     def legs(self, compressing: bool | None, whole: bool = False) -> list[Leg]:
         """Return the collectives of one reduction of the group on one rank.
 
@@ -182,9 +179,27 @@ class GroupPlan:
         way = compressing, whole
         if way not in self._known:
             everything, tied = bytes_of(self.legs(*way)), sent(self.tied_legs(*way))
-            gradients = Bytes(everything.sent - tied, everything.leaving)
-            self._known[way] = {DP_GRADIENTS: gradients, EMBEDDING: Bytes(tied, 0)}
+            self._known[way] = {DP_GRADIENTS: Bytes(everything.sent - tied, everything.leaving)}
+            self._known[way] |= {EMBEDDING: Bytes(tied, 0)} if self.tied_bytes else {}
         return self._known[way]
+
+    @cached_property
+    def vanilla(self) -> dict[TrafficClass, Bytes]:
+        """Bytes of Megatron's reduction, by class."""
+        return self.bytes_by_class(None)
+
+    @cached_property
+    def gathered(self) -> tuple[Bytes, Bytes]:
+        """Bytes of a gather of the parameters: Megatron's, and compressed."""
+        return bytes_of(self.gather_legs(coded=False)), bytes_of(self.gather_legs(coded=True))
+
+    @property
+    def _gather_pays(self) -> bool:
+        """True if the group's gather, which is compressed as a whole or not at all, sends fewer bytes than
+        Megatron's.
+        """
+        megatrons, ours = self.gathered
+        return self.rules.force or self.rules.gathered == "exact" or ours.sent < megatrons.sent
 
     @cached_property
     def _known(self) -> dict[tuple[bool | None, bool], dict[TrafficClass, Bytes]]:
@@ -203,101 +218,6 @@ class GroupPlan:
         if rules.in_fp32:
             return [Leg("exchange", reduce_scatter(nbytes, span).nbytes, span)]
         return sharded(nbytes, span, rules.instances) if rules.sharded else [all_reduce(nbytes, span)]
-
-    # -- bytes that one rank sends ------------------------------------------------------------------------------------
-
-    @cached_property
-    def tied_bytes(self) -> int:
-        """Bytes of the tied embedding's gradient; 0 if the group holds none."""
-        return sum(bucket.record.tied_numel * bucket.record.dtype.itemsize for bucket in self.buckets)
-
-    @cached_property
-    def dense_bytes(self) -> int:
-        """Bytes that vanilla Megatron sends to reduce the group, without a tied embedding, which is a class of its
-        own.
-        """
-        nbytes = sum(bucket.record.numel * bucket.record.dtype.itemsize for bucket in self.buckets)
-        return self._dense(nbytes - self.tied_bytes)
-
-    @cached_property
-    def gather_bytes(self) -> int:
-        """Bytes that the distributed optimizer's gather of the parameters sends; 0 without it."""
-        if not self.rules.sharded:
-            return 0
-        sizes = (bucket.record.numel * bucket.record.parameter_dtype.itemsize for bucket in self.buckets)
-        return sum(reduce_scatter_bytes(nbytes, self.rules.owners) for nbytes in sizes)
-
-    @property
-    def _gather_pays(self) -> bool:
-        """True if the group's gather, which is compressed as a whole or not at all, sends fewer bytes than
-        Megatron's.
-        """
-        if self.rules.force or self.rules.gathered == "exact":
-            return True
-        return sum(bucket.gather.gathered_bytes() for bucket in self.buckets if bucket.gather) < self.gather_bytes
-
-    def gather_leaving_bytes(self, sent: float) -> float:
-        """Return the bytes of one rank that leave its node if it sends `sent` bytes in a gather of the parameters."""
-        return leaving_ring(sent, self.rules.owners, min(self.rules.beside, self.rules.owners))
-
-    def compressed_bytes(self, whole: bool = False) -> int:
-        """Return the bytes of a compressed reduction, without a tied embedding; `whole` is the argument of
-        `Reducer.start`.
-        """
-        return self.sent_bytes(compressing=True, whole=whole)[0]
-
-    def sent_bytes(self, *, compressing: bool, whole: bool) -> tuple[int, int]:
-        """Return the bytes of one reduction of all gradients but a tied embedding's, and the bytes saved on the tied
-        embedding.
-        """
-        plans = [bucket.compressed if compressing else bucket.warmup for bucket in self.buckets]
-        if None in plans:
-            return self.dense_bytes, 0
-        sent = tied = 0
-        for bucket, plan in zip(self.buckets, plans, strict=True):
-            assert plan is not None
-            nbytes = plan.sent_bytes(whole)
-            sent += nbytes
-            if bucket.record.is_all_tied:
-                tied += nbytes
-            elif bucket.record.tied_numel and not self.leaves_out:
-                tied += self._part_of_tied(whole)
-        return sent - tied, self._dense(self.tied_bytes) - tied
-
-    def leaving_bytes(self, *, compressing: bool, whole: bool) -> float:
-        """Return the bytes of one rank that leave its node in one reduction, with the tied embedding's."""
-        plans = [bucket.compressed if compressing else bucket.warmup for bucket in self.buckets]
-        if None in plans:
-            return self.dense_leaving_bytes
-        return sum(plan.leaving_bytes(self.rules.beside, whole) for plan in plans if plan is not None)
-
-    @cached_property
-    def dense_leaving_bytes(self) -> float:
-        """Bytes of one rank that leave its node in vanilla Megatron's reduction, with the tied embedding's."""
-        nbytes = sum(bucket.record.numel * bucket.record.dtype.itemsize for bucket in self.buckets)
-        rules = self.rules
-        if not rules.sharded:
-            return leaving_ring(all_reduce_bytes(nbytes, rules.ranks), rules.ranks, rules.beside)
-        if rules.in_fp32:
-            return leaving_exchange(nbytes // rules.ranks, rules.ranks, rules.beside)
-        sent = sharded_bytes(nbytes, rules.ranks, rules.instances)
-        return leaving_instances(sent, rules.ranks, rules.instances, rules.beside)
-
-    def _part_of_tied(self, whole: bool) -> int:
-        """Return the bytes of a tied embedding that are sent with the bucket that it shares with other parameters."""
-        rules, dtype = self.rules, self.buckets[0].record.dtype
-        if rules.format in NOT_BLOCKS:
-            return all_reduce_bytes(self.tied_bytes, rules.ranks)
-        formats = Formats(rules.format, rules.sums)
-        return sent_alone(
-            self.tied_bytes // dtype.itemsize, dtype, rules.ranks, rules.sharded, formats, whole, rules.levels
-        )
-
-    def _dense(self, nbytes: int) -> int:
-        rules = self.rules
-        if rules.sharded:
-            return sum(sharded_bytes(nbytes, rules.ranks, rules.instances))
-        return all_reduce_bytes(nbytes, rules.ranks)
 
 
 def _gathers(records: Sequence[BucketRecord], rules: BucketRules) -> bool:
@@ -377,7 +297,7 @@ def _pays(
         return True
     rules = replace(rules, place=0)  # in two levels, bytes depend on a rank's place in its node
     megatrons = _reduction(record, rules, "dense", (), [*coded, *others])
-    return _reduction(record, rules, rules.format, coded, others).sent_bytes() < megatrons.sent_bytes()
+    return sent(_reduction(record, rules, rules.format, coded, others).legs()) < sent(megatrons.legs())
 
 
 def gather_plan(record: BucketRecord, format: str, ranks: int, like: ExchangePlan | None = None) -> ExchangePlan:

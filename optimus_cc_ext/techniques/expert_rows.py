@@ -139,9 +139,8 @@ class ExpertRows(Technique):
         codec, dense = self.codec_of(tensor), tensor.shape[1:].numel() * tensor.itemsize
         row = dense if codec is None else codec.row_bytes(tensor.shape[1])
         others = sum(sent) - sent[group.rank()]
-        traffic.add(self.traffic, raw=others * dense, sent=others * row)
         away = sum(number for number, is_away in zip(sent, self._away, strict=False) if is_away)
-        traffic.add_leaving(raw=away * dense, sent=away * row)
+        traffic.add(self.traffic, (others * dense, away * dense), (others * row, away * row))
         self.seen |= self._is_row(tensor)
 
 

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.collectives.calls import all_reduce_sum, connect
-from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan, GatheredSum, sent_alone
+from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan, GatheredSum
 from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce, gather
 from optimus_cc_ext.collectives.messages import BlockCodecs, Formats, MessagePool, Tools, message_bytes
-from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
-from optimus_cc_ext.collectives.traffic import all_reduce_bytes, exchanged_bytes, leaving_ring, sharded_bytes
+from optimus_cc_ext.collectives.nodes import Levels
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.config.presets import Layout
@@ -84,12 +84,11 @@ class FusedEmbeddingSync(Technique):
         self.sharded = False
         """True if the group sums the distributed optimizer's shards."""
 
-        self._instances = 1
         self.left_out = False
         """True if the last reduction over the replicas left the embedding out, so that it has still to be reduced."""
 
-        self._pair_crosses = False
-        """True if the first and the last stage of this rank's pipeline are on different nodes."""
+        self._pair = Span(2, beside=2)
+        """The first and the last stage of this rank's pipeline."""
 
         self.groups: Groups | None = None
         """`group` with its levels; None: this rank takes no part."""
@@ -108,13 +107,13 @@ class FusedEmbeddingSync(Technique):
         """
         nodes = {place.rank: place.node.name for place in groups.places}
         pipeline = next(place.pipeline for place in groups.places if place.rank == grid.place.rank)
-        self._pair_crosses = len({nodes[rank] for rank in (*pipeline[:1], *pipeline[-1:])}) > 1
+        ends = {nodes[rank] for rank in (*pipeline[:1], *pipeline[-1:])}
+        self._pair = Span(2, beside=1 if len(ends) > 1 else 2)
         if not self._wanted or any(place.frozen_embedding for place in groups.places):
             return
         self.alone = groups.alone()
         if self._dense_inside and EMBEDDING in classes_inside(groups.places, layout.instances):
             self.codecs = None
-        self._instances = layout.instances
         if layout.distributed_optimizer:
             self.join(grid.embedding_group, sharded=True)
             return
@@ -143,37 +142,15 @@ class FusedEmbeddingSync(Technique):
         """
         return self.group is not None and (self.left_out or (self.sharded and in_step and not self.dense))
 
-    def pair_leaving_bytes(self, nbytes: int) -> int:
-        """Return the bytes of one rank that leave its node if the pair of stages sums `nbytes`, as vanilla Megatron
-        does.
-        """
-        return all_reduce_bytes(nbytes, 2) if self._pair_crosses else 0
+    def of_pair(self, gradient: torch.Tensor) -> Leg:
+        """Return Megatron's sum of `gradient` over the first and the last stage."""
+        return all_reduce(gradient.nbytes, self._pair)
 
-    def leaving_bytes(self, nbytes: int, replicas: int, *, ours: bool, dtype: torch.dtype) -> float:
-        """Return the bytes that leave this rank's node, between the pair of stages or over the union of their replicas.
-
-        Args:
-            nbytes: bytes of the whole gradient.
-            ours: True if this technique, and not Megatron, sums the gradient.
-        """
-        if not ours:
-            return self.pair_leaving_bytes(nbytes)
-        formats = self.formats
-        if self.sharded:
-            shard = nbytes // (replicas // self._instances)
-            if formats is not None:
-                shard = message_bytes(BlockLayout.of_one(shard // dtype.itemsize), formats.gradients, dtype)
-            return self.pair_leaving_bytes(shard)
-        beside = self._joined.beside
-        for union in self._sums.values():
-            if isinstance(union, Exchange):
-                return float(union.plan.leaving_bytes(beside))
-        return leaving_ring(all_reduce_bytes(nbytes, 2 * replicas), 2 * replicas, beside)
-
-    @property
-    def formats(self) -> Formats | None:
-        """Names of the technique's block formats; None: dense."""
-        return None if self.codecs is None else self.codecs.formats
+    def legs(self, gradient: torch.Tensor) -> list[Leg]:
+        """Return the collectives in which this technique sums `gradient`, an argument of `reduce`."""
+        formats, groups = None if self.codecs is None else self.codecs.formats, self._joined
+        union = None if self.sharded else Span(groups.whole.size(), groups.beside)
+        return legs_of_sum(gradient.numel(), gradient.dtype, formats, self._pair, union, groups.levels)
 
     @property
     def message_bytes(self) -> int:
@@ -192,10 +169,7 @@ class FusedEmbeddingSync(Technique):
         elif key not in self._sums and self.sharded:
             self._sums[key] = GatheredSum(numel, dtype, groups, tools, _PURPOSE)
         elif key not in self._sums:
-            plan = ExchangePlan(
-                numel=numel, coded=[(0, numel)], dtype=dtype, ranks=groups.whole.size(), sharded=False,
-                formats=codecs.formats, levels=groups.levels, place=groups.place,
-            )  # fmt: skip
+            plan = plan_of_union(numel, dtype, groups.whole.size(), codecs.formats, groups.levels, groups.place)
             connect(groups.across, device, pairs=True)
             if groups.node is not None:
                 connect(groups.node, device, pairs=False)
@@ -225,39 +199,31 @@ class FusedEmbeddingSync(Technique):
         self._sums[kind].reduce(gradient.view(-1))
 
 
-def unfused_bytes(nbytes: int, data_parallel: int, *, sharded: bool = False, instances: int = 1) -> int:
-    """Return the bytes per rank of Megatron's two sums: over D replicas, then over the pair of stages."""
-    if sharded:
-        return sum(sharded_bytes(nbytes, data_parallel, instances)) + all_reduce_bytes(nbytes, 2)
-    return all_reduce_bytes(nbytes, data_parallel) + all_reduce_bytes(nbytes, 2)
+def plan_of_union(
+    numel: int, dtype: torch.dtype, ranks: int, formats: Formats, levels: Levels, place: int = 0
+) -> ExchangePlan:
+    """Plan the sum of a tied embedding over the replicas of both stages; `place` is this rank's in its node."""
+    return ExchangePlan(
+        numel=numel, coded=[(0, numel)], dtype=dtype, ranks=ranks, sharded=False, formats=formats, levels=levels,
+        place=place,
+    )  # fmt: skip
 
 
-def fused_bytes(
-    nbytes: int,
-    data_parallel: int,
-    *,
-    sharded: bool = False,
-    formats: Formats | None = None,
-    dtype: torch.dtype = torch.float32,
-    levels: Levels = ONE_LEVEL,
-    instances: int = 1,
-) -> int:
-    """Return the bytes per rank of fused embedding synchronisation, in `formats` (None: dense).
+def legs_of_sum(
+    numel: int, dtype: torch.dtype, formats: Formats | None, pair: Span, union: Span | None, levels: Levels
+) -> list[Leg]:
+    """Return the collectives of a rank in fused embedding synchronisation; with the distributed optimizer those of the
+    pair of stages alone, because the sum over the replicas belongs to the embedding's bucket.
 
     Args:
-        instances: number of instances of the distributed optimizer.
-        dtype: dtype of gradients.
-        levels: levels of the union of both stages' replicas; with the distributed optimizer, of one stage's replicas.
+        numel: values of the gradient; with the distributed optimizer those of a shard.
+        formats: block formats; None: dense.
+        union: the replicas of both stages; None: the pair of stages sums shards.
+        levels: the levels of the union.
     """
-    if formats is None and not sharded:
-        return all_reduce_bytes(nbytes, 2 * data_parallel)
-    owners = data_parallel // instances
-    if formats is None:
-        return sum(sharded_bytes(nbytes, data_parallel, instances)) + all_reduce_bytes(nbytes // owners, 2)
-    numel = nbytes // dtype.itemsize
-    ranks = data_parallel if sharded else 2 * data_parallel
-    sent = sent_alone(numel, dtype, ranks, sharded, formats, levels=levels)
-    if sharded:
-        layout = BlockLayout.of_one(numel // owners)
-        sent += exchanged_bytes(message_bytes(layout, formats.gradients, dtype), 2)
-    return sent
+    nbytes = numel * dtype.itemsize
+    if union is None and formats is not None:
+        return [gather(message_bytes(BlockLayout.of_one(numel), formats.gradients, dtype), pair)]
+    if union is None or formats is None:
+        return [all_reduce(nbytes, union or pair)]
+    return plan_of_union(numel, dtype, union.ranks, formats, levels).legs(union.beside)

@@ -35,7 +35,6 @@ from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce
 from optimus_cc_ext.collectives.messages import Tools
 from optimus_cc_ext.collectives.ranges import Range
 from optimus_cc_ext.collectives.reducers import Reducer
-from optimus_cc_ext.collectives.traffic import all_reduce_bytes, leaving_ring
 from optimus_cc_ext.compressors.blocks import joined
 from optimus_cc_ext.compressors.low_rank import LowRank, effective_rank
 from optimus_cc_ext.compressors.scratch import Scratch
@@ -176,15 +175,6 @@ class LowRankPlan:
         """Return the sums of one rank, whose node holds `beside` ranks: the same for a shard and for the whole."""
         dense = sum(length for _, length in self.runs) * self.dtype.itemsize
         return [all_reduce(self.wire_bytes + dense, Span(self.ranks, beside))]
-
-    def sent_bytes(self, whole: bool = False) -> int:
-        """Bytes that one rank sends: the same number for a shard and for the whole bucket."""
-        dense = sum(length for _, length in self.runs) * self.dtype.itemsize
-        return all_reduce_bytes(self.wire_bytes + dense, self.ranks)
-
-    def leaving_bytes(self, beside: int, whole: bool = False) -> float:
-        """Return the bytes of one rank that leave its node, which holds `beside` ranks of the group."""
-        return leaving_ring(self.sent_bytes(), self.ranks, beside)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of memory for residuals, warm starts and fallback directions, which are kept in `dtype`."""

@@ -64,7 +64,6 @@ class Shards:
         messages = pool.take(plan.ranks * nbytes, bucket.device).view(plan.ranks, nbytes)
         own = plan.layout_of(rank, rank * length)
         self._gather = AllGather(own, groups.whole, codec, messages, "compressed parameter gather")
-        self.sent_bytes = plan.gathered_bytes()
         self.nbytes = self._before.nbytes + messages.nbytes
         self.updated = False
         """True if there is an encoded message that has not been sent."""

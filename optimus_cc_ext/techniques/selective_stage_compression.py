@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from optimus_cc_ext.collectives.calls import connect
 from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.legs import Bytes
 from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool
 from optimus_cc_ext.collectives.reducers import Reducer, Reduction, SideStream
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
-from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER
+from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.bucket import Bucket
@@ -60,13 +61,6 @@ class BucketGroup:
         self.overlapping = len(buckets) if side is not None else 0
         """Number of buckets that are reduced while the backward pass goes on."""
 
-        self._sent: dict[tuple[bool, bool], tuple[int, int]] = {}
-        self._leaving: dict[tuple[bool, bool], float] = {}
-        self.tied_saved = 0
-        """Bytes that the last reduction saved on a tied embedding, if fused embedding synchronisation does not sum
-        it.
-        """
-
         if fused is not None:
             fused.make_room(self._tied_numel, buckets[0].record.dtype, buckets[0].device)
         self._made: dict[ReductionPlan, Reducer] = {}
@@ -106,22 +100,9 @@ class BucketGroup:
         """Begin to reduce `flats`, all `gradients`, by `reducers`; `whole` is the argument of `Reducer.start`."""
         return Reduction(reducers, flats, self._technique.under_way, self._side, whole=whole)
 
-    def sent_bytes(self, reducers: Sequence[Reducer], *, whole: bool) -> int:
-        """Return the bytes of a reduction without a tied embedding; keep the bytes saved on the embedding in
-        `tied_saved`.
-        """
-        way = (reducers is self._compressed, whole)
-        if way not in self._sent:
-            self._sent[way] = self.plan.sent_bytes(compressing=way[0], whole=whole)
-        sent, self.tied_saved = self._sent[way]
-        return sent
-
-    def leaving_bytes(self, reducers: Sequence[Reducer], *, whole: bool) -> float:
-        """Return the bytes of a reduction by `reducers` that leave this rank's node, with the tied embedding's."""
-        way = (reducers is self._compressed, whole)
-        if way not in self._leaving:
-            self._leaving[way] = self.plan.leaving_bytes(compressing=way[0], whole=whole)
-        return self._leaving[way]
+    def bytes_by_class(self, reducers: Sequence[Reducer], *, whole: bool) -> dict[TrafficClass, Bytes]:
+        """Return the bytes of a reduction by `reducers`, by class; `whole` is the argument of `Reducer.start`."""
+        return self.plan.bytes_by_class(reducers is self._compressed, whole)
 
     @property
     def _tied_numel(self) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.legs import Leg
 from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool, Tools
 from optimus_cc_ext.collectives.reducers import Reducer
 from optimus_cc_ext.compressors import formats
@@ -63,13 +64,9 @@ class PartsPlan:
         """Bytes of memory for messages."""
         return sum(part.wire_bytes for part in self.parts)
 
-    def sent_bytes(self, whole: bool = False) -> int:
-        """Return the bytes that one rank sends; `whole` is the argument of `Reducer.start`."""
-        return sum(part.sent_bytes(whole) for part in self.parts)
-
-    def leaving_bytes(self, beside: int, whole: bool = False) -> float:
-        """Return the bytes of one rank that leave its node, which holds `beside` ranks of the group."""
-        return sum(part.leaving_bytes(beside, whole) for part in self.parts)
+    def legs(self, beside: int = 1, whole: bool = False) -> list[Leg]:
+        """Return the collectives of one rank, with the arguments of `ExchangePlan.legs`."""
+        return [leg for part in self.parts for leg in part.legs(beside, whole)]
 
 
 class PartsReducer(Reducer):

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes, unfused_bytes
+from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from tests.distributed.hosts import enter, namespaces, needs_root, sent_bytes
+from tests.embedding_bytes import embedding_bytes
 from tests.forked_ranks import run_ranks
 
 D = 4
@@ -87,7 +88,8 @@ def _synchronise(hosts: list[str], sharded: bool) -> tuple[int, int, bool]:
 def test_fused_embedding_sync_sends_what_the_arithmetic_says(hosts, sharded):
     # V is the embedding's size. Sharded or not, the bytes are equal, because gloo's reduce-scatter moves as much as its
     # all-reduce: 1.5 V instead of 0.75 V.
-    expected = pytest.approx((unfused_bytes(V, D) / V, fused_bytes(V, D) / V), rel=0.02)
+    shares = (embedding_bytes(V // 4, D, fused=format) / V for format in (None, "dense"))
+    expected = pytest.approx(tuple(shares), rel=0.02)
     for unfused, fused, right in run_ranks(2 * D, _synchronise, hosts, sharded, timeout=120):
         print(f"kernel's counters, V = {V / 2**20:.0f} MiB: {unfused / V:.3f} V -> {fused / V:.3f} V")
         assert right

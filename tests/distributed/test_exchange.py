@@ -9,18 +9,19 @@ import torch.distributed as dist
 from optimus_cc_ext.collectives import calls
 from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.legs import Span, all_reduce, reduce_scatter, sent
 from optimus_cc_ext.collectives.messages import BlockCodecs
 from optimus_cc_ext.collectives.reducers import DensePlan, DenseReducer, Reduction
-from optimus_cc_ext.collectives.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync, fused_bytes
+from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from tests.allocations import Watch
 from tests.distributed.buckets import Bucket
+from tests.embedding_bytes import embedding_bytes
 from tests.forked_ranks import run_ranks
 
 # Some matrices do not fill their last block, and are followed by matrices and by vectors. The shards of the ranks begin
@@ -213,8 +214,8 @@ def _bytes_and_memory(sharded: bool, whole: bool) -> tuple[int, int, list[str], 
         lost_by_hand(gradients(dist.get_rank(), 0), ranks, sharded, dist.get_rank()), rel=1e-5
     )
     plan = plan_of(bucket, codecs("int4"), ranks, sharded)
-    assert reducer.nbytes == plan.wire_bytes and reducer.plan.sent_bytes(whole) == plan.sent_bytes(whole)
-    return counted, reducer.plan.sent_bytes(whole), watch.allocated + watch.read_by_host, reducer.nbytes, measured
+    assert reducer.nbytes == plan.wire_bytes and reducer.plan.legs(whole=whole) == plan.legs(whole=whole)
+    return counted, sent(plan.legs(whole=whole)), watch.allocated + watch.read_by_host, reducer.nbytes, measured
 
 
 @KINDS
@@ -232,7 +233,7 @@ def _alone() -> bool:
     before = bucket.flat.clone()
     reducer = reducer_of(bucket, codecs("int4"), sharded=False)
     reducer.reduce(bucket.flat)
-    return reducer.plan.sent_bytes() == 0 and 0 < float((bucket.flat - before).norm()) < 2 * INT4 * float(before.norm())
+    return sent(reducer.plan.legs()) == 0 and 0 < float((bucket.flat - before).norm()) < 2 * INT4 * float(before.norm())
 
 
 def test_one_replica_alone_encodes_and_decodes_and_sends_nothing():
@@ -297,8 +298,8 @@ def test_a_large_bucket_sends_and_keeps_what_was_promised():
             numel=ends[-1], coded=coded, dense=dense, dtype=torch.float32, ranks=8, sharded=sharded,
             formats=codecs("int4").formats,
         )  # fmt: skip
-        ring = (reduce_scatter_bytes if sharded else all_reduce_bytes)(4 * ends[-1], 8)
-        assert 0.9 * share < plan.sent_bytes() / ring < share
+        ring = (reduce_scatter if sharded else all_reduce)(4 * ends[-1], Span(8))
+        assert 0.9 * share < sent(plan.legs()) / ring.nbytes < share
         assert plan.wire_bytes < 1.15 * ends[-1]
 
 
@@ -405,8 +406,8 @@ def test_copies_of_the_tied_embedding_are_bit_identical_sums(sharded):
 
 def test_the_embeddings_bytes_are_a_quarter_of_dense_ones_in_int8():
     for sharded in (False, True):
-        dense = fused_bytes(4 << 20, 4, sharded=sharded)
-        assert 0.25 < fused_bytes(4 << 20, 4, sharded=sharded, formats=codecs("int8").formats) / dense < 0.26
+        dense, int8 = (embedding_bytes(1 << 20, 4, sharded=sharded, fused=format) for format in ("dense", "int8"))
+        assert 0.25 < int8 / dense < 0.26
 
 
 # -- dense ------------------------------------------------------------------------------------------------------------
@@ -422,7 +423,7 @@ def _dense(sharded: bool, whole: bool) -> tuple[torch.Tensor, int]:
     reducer = DenseReducer(plan, Groups(dist.group.WORLD))
     reducer.start(bucket.flat, whole)
     reducer.finish()
-    return (bucket.flat if whole or not sharded else mine(bucket.flat)).clone(), plan.sent_bytes(whole)
+    return (bucket.flat if whole or not sharded else mine(bucket.flat)).clone(), sent(plan.legs(whole=whole))
 
 
 @KINDS

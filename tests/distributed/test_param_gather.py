@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.legs import Span, reduce_scatter
 from optimus_cc_ext.collectives.messages import MessagePool
 from optimus_cc_ext.collectives.ranges import Range
-from optimus_cc_ext.collectives.traffic import reduce_scatter_bytes
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import FORMATS
@@ -168,4 +168,4 @@ def test_bytes_of_a_large_bucket_are_known_before_there_is_one(format: str) -> N
     parameters = [ParameterRecord(shape=(numel // 4096, 4096), start=0)]
     record = BucketRecord(numel=numel, dtype=torch.float32, parameter_dtype=torch.bfloat16, parameters=parameters)
     plan = gather_plan(record, format, ranks)
-    assert plan.gathered_bytes() / reduce_scatter_bytes(2 * numel, ranks) == pytest.approx(share, rel=2e-3)
+    assert plan.gather_leg().nbytes / reduce_scatter(2 * numel, Span(ranks)).nbytes == pytest.approx(share, rel=2e-3)

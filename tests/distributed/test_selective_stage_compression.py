@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook_mo
 
 from optimus_cc_ext.collectives import calls
 from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.legs import bytes_of
 from optimus_cc_ext.collectives.messages import BlockCodecs
 from optimus_cc_ext.collectives.reducers import SideStream
 from optimus_cc_ext.compressors.fast import fast_codec
@@ -221,7 +222,7 @@ def _planned_and_counted() -> tuple[int, float]:
     bucket, counted = gradients(dist.get_rank(), 0, LARGE), counted_bytes()
     reducer = bucket.reducer(FastLowRank(), 16)
     reduce(reducer, bucket)
-    return reducer.plan.sent_bytes(), counted[0]
+    return bytes_of(reducer.plan.legs()).sent, counted[0]
 
 
 LARGE = [(512, 256), (256, 768), (512, 256), (256,)]

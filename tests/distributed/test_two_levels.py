@@ -10,10 +10,10 @@ import torch.distributed as dist
 from optimus_cc_ext.collectives import calls
 from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.legs import bytes_of
 from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool, Tools
 from optimus_cc_ext.collectives.nodes import Levels, Node
 from optimus_cc_ext.collectives.reducers import DensePlan, DenseReducer, Reducer
-from optimus_cc_ext.collectives.traffic import all_reduce_bytes
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.groups import NewGroups
@@ -184,7 +184,7 @@ def _bytes_and_memory(members: int, sharded: bool, whole: bool) -> tuple[int, in
 
         setattr(calls.dist, name, counted)
 
-    counting("all_reduce", lambda tensor, ranks: all_reduce_bytes(tensor.nbytes, ranks))
+    counting("all_reduce", lambda tensor, ranks: 2 * tensor.nbytes * (ranks - 1) // ranks)
     counting("reduce_scatter_tensor", lambda part, _, ranks: part.nbytes * (ranks - 1))
     counting("all_to_all_single", lambda _, tensor, *rest: tensor.nbytes * (rest[-1] - 1) // rest[-1])
     counting("all_gather_into_tensor", lambda _, part, ranks: part.nbytes * (ranks - 1))
@@ -195,7 +195,7 @@ def _bytes_and_memory(members: int, sharded: bool, whole: bool) -> tuple[int, in
     with Watch() as watch:
         reducer.reduce(bucket.flat, whole)
     assert sent[0] == counted
-    return counted, reducer.plan.sent_bytes(whole), watch.allocated + watch.read_by_host
+    return counted, bytes_of(reducer.plan.legs(whole=whole)).sent, watch.allocated + watch.read_by_host
 
 
 @KINDS

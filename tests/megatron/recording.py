@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.collectives.exchange import Exchange
+from optimus_cc_ext.collectives.legs import sent
 from optimus_cc_ext.hooks import handle
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, PipelineLink
@@ -156,7 +157,7 @@ def read(session: Session) -> Ours:
         traffic={c.tag: counts for c, counts in session.traffic.total().items()},
         leaving=session.traffic.leaving,
         compressed_matrices=sum(reducer.plan.matrices for reducer in session.gradients.reducers),
-        reduced_bytes=[reducer.plan.sent_bytes() for reducer in session.gradients.reducers],
+        reduced_bytes=[sent(reducer.plan.legs()) for reducer in session.gradients.reducers],
         remembered=_hashed(session.state_dict()),
         groups=[(g.group_desc, g._get_backend(cpu).options._timeout) for g in groups if g is not None],
     )

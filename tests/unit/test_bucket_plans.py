@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.legs import Span, all_reduce, reduce_scatter, sent
 from optimus_cc_ext.collectives.messages import Formats
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.collectives.reducers import DensePlan
-from optimus_cc_ext.collectives.traffic import all_reduce_bytes, reduce_scatter_bytes
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, gather_plan
 from optimus_cc_ext.techniques.bucket_rules import ParameterRecord, replaced_group
 from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan
@@ -40,6 +41,11 @@ def plan(*records: BucketRecord, **rules: Any) -> GroupPlan:
 def ways(found: GroupPlan) -> list[tuple[Any, Any]]:
     """Return the kinds of each bucket's reductions, in the warm-up and after it."""
     return [(kind(each.warmup), kind(each.compressed)) for each in found.buckets]
+
+
+def gradients(found: GroupPlan, compressing: bool | None = None) -> int:
+    """Return the bytes of gradients, without a tied embedding; vanilla Megatron's by default."""
+    return found.bytes_by_class(compressing)[DP_GRADIENTS].sent
 
 
 def kind(reduction: Any) -> str | None:
@@ -83,9 +89,9 @@ def test_low_rank_leaves_a_bucket_to_megatron_whose_factors_and_dense_rest_are_m
     experts = bucket(*LAYER, *EXPERTS * 5)
     rules = {"format": "low-rank", "rank": 16}
     whole, shards = (plan(experts, **rules, sharded=sharded) for sharded in (False, True))
-    assert ways(whole) == [(None, "low-rank")] and whole.compressed_bytes() < 0.7 * whole.dense_bytes
+    assert ways(whole) == [(None, "low-rank")] and gradients(whole, True) < 0.7 * gradients(whole)
     assert ways(shards) == [(None, None)] and not shards.compresses
-    assert shards.compressed_bytes() == shards.dense_bytes and shards.kept_dense is None
+    assert gradients(shards, True) == gradients(shards) and shards.kept_dense is None
     assert ways(plan(experts, **rules, sharded=True, force=True)) == [(None, "low-rank")], "a test forces it"
     assert plan(experts, **rules, sharded=True, ranks=1).kept_dense is None, "two ranks would not compress it either"
     # In a group, a bucket that stays dense is reduced by the same collective as Megatron's, beside one that does not.
@@ -93,10 +99,10 @@ def test_low_rank_leaves_a_bucket_to_megatron_whose_factors_and_dense_rest_are_m
     assert ways(both) == [(None, "low-rank"), (None, "dense")]
     assert (shards.unpaid, both.unpaid, whole.unpaid) == (1, 1, 0)
     dense = both.buckets[1].compressed
-    assert dense.sent_bytes() == shards.dense_bytes and dense.runs == [(0, experts.numel)]
+    assert sent(dense.legs()) == gradients(shards) and dense.runs == [(0, experts.numel)]
     assert both.buckets[0].compressed.matrices == 2
     in_fp32 = plan(bucket(*LAYER), experts, **rules, sharded=True, in_fp32=True).buckets[1].compressed
-    assert in_fp32.matrices == 0 and in_fp32.sent_bytes() == shards.dense_bytes
+    assert in_fp32.matrices == 0 and sent(in_fp32.legs()) == gradients(shards)
 
 
 def test_equal_bytes_are_no_gain_and_blocks_that_tests_pass_through_are_kept():
@@ -127,7 +133,7 @@ def test_blocks_leave_dense_what_a_large_router_makes_as_long_as_it_was():
     assert (small.unpaid, small.ungathered) == (0, 0)
     several = plan(record, *[small.buckets[0].record] * 3, **rules)
     assert all(each.gather is not None for each in several.buckets), "a group is gathered as a whole, or by Megatron"
-    assert sum(each.gather.gathered_bytes() for each in several.buckets) < several.gather_bytes
+    assert sum(each.gather.gather_leg().nbytes for each in several.buckets) < several.gathered[0].sent
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -149,8 +155,8 @@ def test_a_bucket_is_compressed_where_that_sends_less_than_megatron_and_all_rank
         places = [plan(record, **rules, format=format, place=place) for place in range(levels.members)]
         assert len({found.compresses for found in places}) == 1
         first = places[0]
-        assert first.compressed_bytes() < first.dense_bytes if first.compresses else (
-            first.compressed_bytes() == first.dense_bytes
+        assert gradients(first, True) < gradients(first) if first.compresses else (
+            gradients(first, True) == gradients(first)
         )  # fmt: skip
         tied = plan(record, bucket(*TIED), **rules, format=format, fused="int8")
         assert len({each.compressed is None for each in tied.buckets}) == 1, "all buckets of a group, or none"
@@ -163,7 +169,7 @@ def test_a_group_of_one_rank_is_megatrons_unless_a_test_forces_it(format, sharde
     records = bucket(*LAYER, parameter_dtype=torch.bfloat16), bucket(*TIED, parameter_dtype=torch.bfloat16)
     alone = plan(*records, **rules)
     assert ways(alone) == [(None, None)] * 2 and [each.gather for each in alone.buckets] == [None, None]
-    assert alone.compressed_bytes() == alone.dense_bytes == alone.gather_bytes == 0
+    assert gradients(alone, True) == gradients(alone) == alone.gathered[0].sent == 0
     assert ways(plan(*records, **rules | {"force": True}))[0][1] == format
     assert [each.gather is None for each in plan(*records, **rules | {"ranks": 2}).buckets] == [not sharded] * 2
 
@@ -219,15 +225,16 @@ def test_a_tied_embeddings_bucket_is_reduced_by_its_own_technique_in_the_warm_up
 def test_bytes_of_a_tied_embedding_are_its_own_class_wherever_it_lies():
     apart = plan(bucket(*LAYER), bucket(*TIED))
     nbytes, tied = 4 * apart.buckets[0].record.numel, 4 * 512 * 128
-    assert apart.tied_bytes == tied and apart.dense_bytes == all_reduce_bytes(nbytes, RANKS)
-    sent = apart.buckets[0].compressed.sent_bytes()
-    of_tied = apart.buckets[1].compressed.sent_bytes()
-    assert apart.sent_bytes(compressing=True, whole=False) == (sent, all_reduce_bytes(tied, RANKS) - of_tied)
-    assert apart.compressed_bytes() == sent < 0.3 * apart.dense_bytes
+    assert apart.tied_bytes == tied and gradients(apart) == all_reduce(nbytes, Span(RANKS)).nbytes
+    of_layer = sent(apart.buckets[0].compressed.legs())
+    of_tied = sent(apart.buckets[1].compressed.legs())
+    assert apart.vanilla[EMBEDDING].sent == all_reduce(tied, Span(RANKS)).nbytes
+    assert apart.bytes_by_class(True)[EMBEDDING].sent == of_tied
+    assert gradients(apart, True) == of_layer < 0.3 * gradients(apart)
     # In a shared bucket, the embedding's share of the bytes equals the bytes that it would send by itself.
     among = plan(bucket(*LAYER, *TIED))
-    assert among.compressed_bytes() == among.buckets[0].compressed.sent_bytes() - of_tied
-    assert apart.sent_bytes(compressing=False, whole=False) == (apart.dense_bytes, 0), "Megatron's"
+    assert gradients(among, True) == sent(among.buckets[0].compressed.legs()) - of_tied
+    assert apart.bytes_by_class(False) == apart.vanilla, "Megatron's"
 
 
 # -- from settings, and from a model ----------------------------------------------------------------------------------
@@ -262,14 +269,14 @@ def test_a_model_on_the_meta_device_has_a_plan_that_answers_for_bytes_and_memory
     record = bucket(*({"shape": tuple(parameter.shape)} for parameter in model.parameters()))
     (only,) = plan(record, format="low-rank", rank=32).buckets
     factors = 4 * 2 * 32 * (1024 + 4096)
-    assert only.compressed.sent_bytes() == all_reduce_bytes(factors + 4 * (1024 + 4096), RANKS)
+    assert sent(only.compressed.legs()) == all_reduce(factors + 4 * (1024 + 4096), Span(RANKS)).nbytes
     assert only.compressed.wire_bytes == factors + 4 * (1024 + 4096)
     residuals, warm_starts = 2 * 4 * 2 * 1024 * 4096, (2 + 1) * 4 * 32 * (1024 + 4096)
     assert only.compressed.state_bytes(torch.float32) == residuals + warm_starts
     (blocks,) = plan(record, sharded=True).buckets
     # The message with the biases is the longest, and all others are padded to its length: 20 KB of 1.1 MB.
     values = 2 * 1024 * 4096
-    assert blocks.compressed.sent_bytes() == pytest.approx(values * (0.5 + 2 / 128) * 3 / 4, rel=0.02)
+    assert sent(blocks.compressed.legs()) == pytest.approx(values * (0.5 + 2 / 128) * 3 / 4, rel=0.02)
     assert blocks.compressed.wire_bytes == pytest.approx(2 * values * (0.5 + 2 / 128), rel=0.02)
 
 
@@ -278,7 +285,7 @@ def test_parameters_are_gathered_in_blocks_where_an_optimizer_keeps_master_copie
     rules = {"format": "dense", "sharded": True, "gathered": "int8"}
     (only,) = plan(half, **rules).buckets
     assert only.gather.formats == Formats("int8", "int8") and only.compressed is None
-    assert only.gather.gathered_bytes() < 0.55 * plan(half, **rules).gather_bytes
-    assert plan(half, **rules).gather_bytes == reduce_scatter_bytes(2 * half.numel, RANKS)
+    assert only.gather.gather_leg().nbytes < 0.55 * plan(half, **rules).gathered[0].sent
+    assert plan(half, **rules).gathered[0].sent == reduce_scatter(2 * half.numel, Span(RANKS)).nbytes
     assert [each.gather for each in plan(half, full, **rules).buckets] == [None, None], "some are stepped in place"
     assert [each.gather for each in plan(half, **rules | {"sharded": False}).buckets] == [None]

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.legs import sent
 from optimus_cc_ext.collectives.messages import Formats
 from optimus_cc_ext.collectives.ranges import Range
 from optimus_cc_ext.compressors.blocks import BlockLayout
@@ -114,7 +115,7 @@ def make_layouts(parameters: int, ranks: int) -> list[BlockLayout]:
     for sharded in (True, False):
         plan = plan_of(numel, coded, dense, ranks, sharded)
         made += [plan.layout, plan.layout_of(ranks - 1)]
-        assert plan.sent_bytes() > 0 and plan.wire_bytes > 0
+        assert sent(plan.legs()) > 0 and plan.wire_bytes > 0
     gather = plan_of(numel, coded, dense, ranks, sharded=True)  # this plan is the one for the gather of parameters
     return [*made, gather.layout, gather.layout_of(ranks - 1, numel - numel // ranks)]
 

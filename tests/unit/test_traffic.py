@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus_cc_ext import OptimusConfig
-from optimus_cc_ext.collectives.traffic import all_reduce_bytes
+from optimus_cc_ext.collectives.legs import Bytes, Span, all_reduce
 from optimus_cc_ext.config.classes import CLASSES, EMBEDDING, PIPELINE_FORWARD
 from optimus_cc_ext.metrics.traffic import Traffic
-from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace, fused_bytes, unfused_bytes, union_ranks
+from optimus_cc_ext.techniques.fused_embedding_sync import RankPlace, union_ranks
 from optimus_cc_ext.techniques.messages import LinkPlan
 from optimus_cc_ext.techniques.schedule import Message
+from tests.embedding_bytes import embedding_bytes
 
 VOCABULARY = 4 * 51200 * 1920
 """Bytes of the 2.5B model's embedding in fp32; divisible by every number of ranks used below."""
@@ -23,21 +24,22 @@ VOCABULARY = 4 * 51200 * 1920
 def test_at_four_replicas_fused_sends_what_the_paper_says_and_of_shards_only_they_cross_the_stages(
     sharded: bool, unfused: float, fused: float
 ) -> None:
-    assert unfused_bytes(VOCABULARY, 4, sharded=sharded) == unfused * VOCABULARY
-    assert fused_bytes(VOCABULARY, 4, sharded=sharded) == fused * VOCABULARY
+    for format, share in ((None, unfused), ("dense", fused)):
+        assert embedding_bytes(VOCABULARY // 4, 4, sharded=sharded, fused=format) == share * VOCABULARY
 
 
 def test_one_rank_alone_sends_nothing() -> None:
-    assert all_reduce_bytes(VOCABULARY, 1) == 0
+    assert all_reduce(VOCABULARY, Span(1)).nbytes == 0
 
 
-@given(nbytes=st.integers(0, 2**40), replicas=st.integers(1, 1024))
-def test_the_embeddings_bytes_follow_the_papers_formulas(nbytes: int, replicas: int) -> None:
+@given(values=st.integers(1, 2**38), replicas=st.integers(1, 1024))
+def test_the_embeddings_bytes_follow_the_papers_formulas(values: int, replicas: int) -> None:
     # Each all-reduce counts whole bytes, and so rounds down by less than one.
+    nbytes = 4 * values
     exact = Fraction(nbytes * (3 * replicas - 2), replicas)
-    assert exact - 2 < unfused_bytes(nbytes, replicas) <= exact
+    assert exact - 2 < embedding_bytes(values, replicas) <= exact
     exact = Fraction(nbytes * (2 * replicas - 1), replicas)
-    assert exact - 1 < all_reduce_bytes(nbytes, 2 * replicas) <= exact
+    assert exact - 1 < embedding_bytes(values, replicas, fused="dense") <= exact
 
 
 def test_the_fused_group_is_both_stages_replicas_of_one_tensor_rank() -> None:
@@ -59,13 +61,12 @@ def test_a_message_of_the_8_3b_model_is_140_times_smaller_at_rank_16() -> None:
 
 def test_counters_add_up_by_class_raw_and_sent() -> None:
     traffic = Traffic()
-    traffic.add(EMBEDDING, raw=10, sent=7)
-    traffic.add(EMBEDDING, raw=10, sent=7)
-    traffic.add(PIPELINE_FORWARD, raw=3, sent=3)
-    traffic.add_leaving(raw=6.4, sent=2)
+    traffic.add(EMBEDDING, Bytes(10, 6.4), Bytes(7, 2))
+    traffic.add(EMBEDDING, Bytes(10, 0), Bytes(7, 0))
+    traffic.add(PIPELINE_FORWARD, Bytes(3, 0), Bytes(3, 0))
     assert traffic.total() == dict.fromkeys(CLASSES, (0, 0)) | {PIPELINE_FORWARD: (3, 3), EMBEDDING: (20, 14)}
     listed = [3, 3, 0, 0, 0, 0, 0, 0, 0, 0, 20, 14, 0, 0, 6, 2]
     assert traffic.as_list() == traffic.since_last_report() == listed
-    traffic.add(EMBEDDING, raw=1, sent=0)
+    traffic.add(EMBEDDING, Bytes(1, 0), Bytes(0, 0))
     assert traffic.since_last_report() == [number == 10 for number in range(16)]
     assert traffic.total()[EMBEDDING] == (21, 14)

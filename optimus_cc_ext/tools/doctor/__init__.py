@@ -18,7 +18,6 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.presets import Layout, cost_of_shards, describe
 from optimus_cc_ext.errors import FlagError, OptimusError, require_megatron, require_torch
-from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.placement import Placement, placement_line
 from optimus_cc_ext.tools.doctor.command_line import CommandLine, read_command_line
 from optimus_cc_ext.tools.doctor.findings import Diagnosis, Finding
@@ -240,7 +239,6 @@ def _estimated(
 
     from optimus_cc_ext.tools.doctor.estimate import (
         OnNodes,
-        bytes_between_nodes,
         bytes_by_class,
         compression_memory,
         gpt_from,
@@ -272,7 +270,6 @@ def _estimated(
             found += [Finding("tokens", line) for line in tokens.lines(config)]
         memory |= compression_memory(*asked, on, nccl=args.distributed_backend == "nccl")
         traffic = bytes_by_class(*asked, on)
-        traffic |= {BETWEEN_NODES: between} if any(between := bytes_between_nodes(*asked, on)) else {}
         numbers["bytes_per_iteration"] = {name: {"raw": raw, "sent": sent} for name, (raw, sent) in traffic.items()}
         numbers["parameters_by_stage"] = [sum(math.prod(each.shape) for each in stage) for stage in gpt.stages]
         found += [Finding("flags", text, "warn") for text in without_gain(*asked)]

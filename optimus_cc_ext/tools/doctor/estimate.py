@@ -10,15 +10,14 @@ import torch
 
 from optimus_cc_ext.announce import COMMUNICATORS, COMPRESSION_STATE, MESSAGE_BUFFERS
 from optimus_cc_ext.collectives.exchange import ExchangePlan
+from optimus_cc_ext.collectives.legs import Bytes, Span, all_reduce, bytes_of
 from optimus_cc_ext.collectives.messages import Formats
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels, Node
-from optimus_cc_ext.collectives.traffic import all_reduce_bytes, leaving_ring
-from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
     CLASSES,
-    DP_GRADIENTS,
     EMBEDDING,
     EXPERT_DISPATCH,
     EXPERT_GRADIENT,
@@ -28,10 +27,11 @@ from optimus_cc_ext.config.classes import (
     TrafficClass,
 )
 from optimus_cc_ext.config.presets import Layout, saves_nothing
+from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, ParameterRecord
 from optimus_cc_ext.techniques.crossing import classes_inside, levels_of_group
-from optimus_cc_ext.techniques.fused_embedding_sync import fused_bytes, unfused_bytes, union_ranks
+from optimus_cc_ext.techniques.fused_embedding_sync import legs_of_sum, plan_of_union, union_ranks
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.groups import communicator_bytes
 from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan
@@ -88,6 +88,10 @@ def gpt_from(args: argparse.Namespace, *, trained_here: bool = False) -> Gpt:
     )
 
 
+_APART = Span(2)
+"""Two ranks on different nodes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OnNodes:
     """Facts about a run's nodes on which estimates depend; the defaults stand for unknown nodes."""
@@ -118,8 +122,8 @@ class OnNodes:
     tokens_to_nodes: float = 0.0
     """Share of the tokens sent to experts that leave their node."""
 
-    pair_crosses: bool = True
-    """True if the first and the last stage of the first pipeline are on different nodes."""
+    pair: Span = _APART
+    """The first and the last stage of the first pipeline."""
 
     @classmethod
     def of(cls, config: OptimusConfig, places: Sequence[RankPlace], instances: int = 1) -> "OnNodes":
@@ -132,6 +136,7 @@ class OnNodes:
         levels = _instance_levels(len(alike), instances) or levels_of_group(places, sorted(alike))
         two = levels.instances or (config.sums_in_blocks and config.dp_compression_levels != "one")
         hops = [hop for place in places for hop in pairwise(place.pipeline)]
+        ends = (*first.pipeline[:1], *first.pipeline[-1:])
         union = union_ranks(places, max(place.stage for place in places) + 1)[0]
         together = levels_of_group(places, union)
         return cls(
@@ -143,7 +148,7 @@ class OnNodes:
             tokens_to_ranks=away(places, nodes=False),
             tokens_to_nodes=away(places, nodes=True),
             crossing=sum(nodes[a] != nodes[b] for a, b in hops) / max(1, len(hops)),
-            pair_crosses=len(first.pipeline) > 1 and nodes[first.pipeline[0]] != nodes[first.pipeline[-1]],
+            pair=Span(2, beside=1 if len({nodes[rank] for rank in ends}) > 1 else 2),
         )
 
 
@@ -172,45 +177,40 @@ def places_of(placement: Placement) -> list[RankPlace]:
 def bytes_by_class(
     gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes = UNKNOWN
 ) -> dict[str, tuple[int, int]]:
-    """Return the (raw, sent) bytes of one iteration by class, summed over all ranks, after every warm-up.
+    """Return the (raw, sent) bytes of one iteration by class, and those between nodes, summed over all ranks, after
+    every warm-up.
 
-    The counts follow the formulas of the log, for a run whose trial, if it has one, lets compression stay.
+    The counts are the log's, of a run whose trial, if it has one, lets compression stay.
     """
-    counted = {
-        traffic.tag: _pipeline(gpt, config, schedule, traffic, on) for traffic in (PIPELINE_FORWARD, PIPELINE_BACKWARD)
-    }
-    for traffic, (raw, sent) in _of_tokens(gpt, layout, config, schedule, on).items():
-        counted[traffic.tag] = round(on.tokens_to_ranks * raw), round(on.tokens_to_ranks * sent)
-    by_stage = [_of_stage(gpt, layout, config, stage, on) for stage in range(layout.stages)]
-    for traffic in (DP_GRADIENTS, EMBEDDING, PARAM_GATHER):
-        counted[traffic.tag] = sum(each[traffic][0] for each in by_stage), sum(each[traffic][1] for each in by_stage)
-    ranks = layout.data_parallel * gpt.tensor_parallel
-    return {name: (raw * ranks, sent * ranks) for name, (raw, sent) in counted.items() if raw}
+    ranks, counted = layout.data_parallel * gpt.tensor_parallel, {traffic: [0, 0] for traffic in CLASSES}
+    leaving = [0.0, 0.0]
+    for traffic, *transfer in _transfers(gpt, layout, config, schedule, on):
+        for index, nbytes in enumerate(transfer):
+            counted[traffic][index] += ranks * nbytes.sent
+            leaving[index] += ranks * nbytes.leaving
+    found = {traffic.tag: (raw, sent) for traffic, (raw, sent) in counted.items() if raw}
+    raw, sent = map(round, leaving)
+    return found | ({BETWEEN_NODES: (raw, sent)} if raw or sent else {})
 
 
-def bytes_between_nodes(
+def _transfers(
     gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes
-) -> tuple[int, int]:
-    """Return the (raw, sent) bytes of one iteration that leave a node, summed over all ranks, after every warm-up."""
-    raw = sent = 0.0
+) -> Iterator[tuple[TrafficClass, Bytes, Bytes]]:
+    """Yield the classes of all that one rank of each stage sends in an iteration, with its bytes, raw and as sent."""
     for traffic in (PIPELINE_FORWARD, PIPELINE_BACKWARD):
-        before, after = _pipeline(gpt, config, schedule, traffic, on)
-        raw, sent = raw + before * on.crossing, sent + after * on.crossing
-    for dense, coded in _of_tokens(gpt, layout, config, schedule, on).values():
-        raw, sent = raw + dense * on.tokens_to_nodes, sent + coded * on.tokens_to_nodes
+        raw, sent = (Bytes(n, n * on.crossing) for n in _pipeline(gpt, config, schedule, traffic, on))
+        yield traffic, raw, sent
+    for traffic, pair in _of_tokens(gpt, layout, config, schedule, on).items():
+        raw, sent = (Bytes(round(on.tokens_to_ranks * n), on.tokens_to_nodes * n) for n in pair)
+        yield traffic, raw, sent
     for stage in range(layout.stages):
-        gathered = _of_stage(gpt, layout, config, stage, on)[PARAM_GATHER]
-        dense, coded = (leaving_ring(nbytes, layout.owners, min(on.beside, layout.owners)) for nbytes in gathered)
-        raw, sent = raw + dense, sent + coded
         for plan in _plans(gpt, layout, config, stage, on):
-            raw += plan.dense_leaving_bytes
-            sent += plan.leaving_bytes(compressing=plan.compresses, whole=False)
-            if plan.tied_bytes and on.pair_crosses:
-                pair = all_reduce_bytes(plan.tied_bytes, 2)
-                raw += pair
-                sent += pair if not config.is_on(EMBEDDING) else _pair(plan, layout, config, on)
-    ranks = layout.data_parallel * gpt.tensor_parallel
-    return round(raw * ranks), round(sent * ranks)
+            reduced, (raw, sent) = plan.bytes_by_class(plan.compresses), plan.gathered
+            yield from ((traffic, nbytes, reduced[traffic]) for traffic, nbytes in plan.vanilla.items())
+            yield PARAM_GATHER, raw, sent if sent.sent else raw
+            if plan.tied_bytes:
+                raw = bytes_of([all_reduce(plan.tied_bytes, on.pair)])
+                yield EMBEDDING, raw, _of_fused(plan, layout, config, on) if config.is_on(EMBEDDING) else raw
 
 
 def tokens_of(gpt: Gpt, layout: Layout) -> Tokens | None:
@@ -237,28 +237,17 @@ def _of_tokens(
     }
 
 
-def _pair(plan: GroupPlan, layout: Layout, config: OptimusConfig, on: OnNodes) -> float:
-    """Return the bytes of a rank that leave its node in fused embedding synchronisation, after the replicas' shards."""
-    dtype, replicas = plan.buckets[0].record.dtype, layout.data_parallel
-    formats = None if EMBEDDING in on.left_dense else Formats.of(config.format_of(EMBEDDING))
-    numel = plan.tied_bytes // dtype.itemsize
-    if layout.distributed_optimizer:
-        shard = BlockLayout.of_one(numel // layout.owners)
-        if formats is None:
-            return all_reduce_bytes(plan.tied_bytes // layout.owners, 2)
-        return Codec(formats.gradients).message_bytes(shard, dtype)
-    if formats is None:
-        return leaving_ring(all_reduce_bytes(plan.tied_bytes, 2 * replicas), 2 * replicas, on.beside_in_union)
-    return _union(plan, layout, formats, on).leaving_bytes(on.beside_in_union)
+def _of_fused(plan: GroupPlan, layout: Layout, config: OptimusConfig, on: OnNodes) -> Bytes:
+    """Return the bytes of a rank in the sum of a tied embedding over both stages."""
+    dtype, sharded = plan.buckets[0].record.dtype, layout.distributed_optimizer
+    numel = plan.tied_bytes // dtype.itemsize // (layout.owners if sharded else 1)
+    union = None if sharded else Span(2 * layout.data_parallel, on.beside_in_union)
+    return bytes_of(legs_of_sum(numel, dtype, _formats(config, on), on.pair, union, on.union))
 
 
-def _union(plan: GroupPlan, layout: Layout, formats: Formats, on: OnNodes) -> ExchangePlan:
-    """Plan the sum of a tied embedding over the replicas of both stages."""
-    dtype, ranks = plan.buckets[0].record.dtype, 2 * layout.data_parallel
-    numel = plan.tied_bytes // dtype.itemsize
-    return ExchangePlan(
-        numel=numel, coded=[(0, numel)], dtype=dtype, ranks=ranks, sharded=False, formats=formats, levels=on.union
-    )
+def _formats(config: OptimusConfig, on: OnNodes) -> Formats | None:
+    """Return the block formats of a tied embedding; None: dense."""
+    return None if EMBEDDING in on.left_dense else Formats.of(config.format_of(EMBEDDING))
 
 
 def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan, int]]:
@@ -296,43 +285,6 @@ def _pipeline(
 def _compressed_stage(config: OptimusConfig, stage: int) -> bool:
     named = config.dp_compression_stages
     return config.is_on(DP_GRADIENTS) and (not isinstance(named, int) or stage < named)
-
-
-def _of_stage(
-    gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes
-) -> dict[TrafficClass, tuple[int, int]]:
-    """Return the (raw, sent) bytes that one rank of a stage reduces and gathers over its replicas, from its bucket
-    plans.
-    """
-    sharded, embedding = layout.distributed_optimizer, (0, 0)
-    gradients, gathers = [], []
-    for plan in _plans(gpt, layout, config, stage, on):
-        sent, saved = plan.sent_bytes(compressing=plan.compresses, whole=False)
-        gradients.append((plan.dense_bytes, sent))
-        if plan.tied_bytes:
-            instances = layout.instances
-            raw = unfused_bytes(plan.tied_bytes, layout.data_parallel, sharded=sharded, instances=instances)
-            embedding = raw, raw - saved
-            if config.is_on(EMBEDDING):
-                formats = None if EMBEDDING in on.left_dense else Formats.of(config.format_of(EMBEDDING))
-                fused = fused_bytes(
-                    plan.tied_bytes,
-                    layout.data_parallel,
-                    sharded=sharded,
-                    formats=formats,
-                    dtype=gpt.gradient_dtype,
-                    levels=on.levels if sharded else on.union,
-                    instances=instances,
-                )
-                embedding = raw, fused
-        coded = [bucket.gather for bucket in plan.buckets if bucket.gather is not None]
-        gathered = sum(gather.gathered_bytes() for gather in coded) if coded else plan.gather_bytes
-        gathers.append((plan.gather_bytes, gathered))
-    return {DP_GRADIENTS: _summed(gradients), EMBEDDING: embedding, PARAM_GATHER: _summed(gathers)}
-
-
-def _summed(pairs: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    return sum(raw for raw, _ in pairs), sum(sent for _, sent in pairs)
 
 
 def _plans(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes) -> list[GroupPlan]:
@@ -416,7 +368,7 @@ def _messages(plan: GroupPlan, gpt: Gpt, layout: Layout, config: OptimusConfig, 
     """Return a rank's bytes for messages of a group's gradients and parameters, for its shard before the step, and for
     the change of its shard.
     """
-    found, formats = 0, Formats.of(config.format_of(EMBEDDING))
+    found, formats, dtype = 0, _formats(config, on), gpt.gradient_dtype
     for bucket in plan.buckets:
         reduction, gather = bucket.compressed, bucket.gather
         gathered = 0 if gather is None else gather.ranks * gather.message_bytes[0]
@@ -425,11 +377,12 @@ def _messages(plan: GroupPlan, gpt: Gpt, layout: Layout, config: OptimusConfig, 
         found += gathered - shared + (reduction.wire_bytes if reduction else 0)
         if gather is not None:
             found += 2 * bucket.record.numel // gather.ranks * gpt.parameter_dtype.itemsize
-    if plan.tied_bytes and config.is_on(EMBEDDING) and formats and EMBEDDING not in on.left_dense:
-        numel = plan.tied_bytes // gpt.gradient_dtype.itemsize
-        shard = BlockLayout.of_one(numel // layout.owners)
-        pair = 2 * Codec(formats.gradients).message_bytes(shard, gpt.gradient_dtype)
-        found += pair if layout.distributed_optimizer else _union(plan, layout, formats, on).wire_bytes
+    if plan.tied_bytes and config.is_on(EMBEDDING) and formats is not None:
+        numel = plan.tied_bytes // dtype.itemsize
+        if layout.distributed_optimizer:
+            found += 2 * message_bytes(formats.gradients, numel // layout.owners, dtype)
+        else:
+            found += plan_of_union(numel, dtype, 2 * layout.data_parallel, formats, on.union).wire_bytes
     return found
 
 
