@@ -52,10 +52,6 @@ class MessagePool:
 
     def __init__(self) -> None:
         self.nbytes = 0
-
-        self.shared_bytes = 0
-        """Bytes that would be needed in addition if no exchanges of a bucket shared memory."""
-
         self._buckets: dict[int, _BucketMessages] = {}
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -66,7 +62,7 @@ class MessagePool:
     def release(self) -> None:
         """Forget all memory: what is still exchanged keeps its own."""
         self._buckets.clear()
-        self.nbytes = self.shared_bytes = 0
+        self.nbytes = 0
 
     def of_bucket(self, record: object) -> "_BucketMessages":
         """Return the pool of one bucket, whose callers all get the same memory.
@@ -89,7 +85,6 @@ class _BucketMessages(MessagePool):
 
     def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return a flat uint8 buffer of `nbytes` bytes, which all callers share: no message may be under way."""
-        self._pool.shared_bytes += min(self.nbytes, nbytes)
         if not self.nbytes:
             self._memory = self._pool.take(nbytes, device)
         elif nbytes > self.nbytes:

@@ -40,8 +40,8 @@ class Reducer(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory for messages."""
-        return int(self.plan.wire_bytes)
+        """Bytes of memory for messages, without the memory of a pool."""
+        return 0
 
     def reduce(self, flat: torch.Tensor, whole: bool = False) -> None:
         """Replace the gradients by their sums, with all three phases at once."""

@@ -266,6 +266,10 @@ class LowRankReducer(Reducer):
         self._outstanding: Sequence[_Pack] = ()  # packs whose P are being summed
         self._dense_sums: list[PendingCollective] = []
 
+    @property
+    def nbytes(self) -> int:
+        return sum(pack.first.nbytes + pack.second.nbytes for pack in self._packs)
+
     def _allocate(self, plan: PackPlan, groups: list[ShapeGroup]) -> _Pack:
         """Allocate the messages of a pack, one for its P and dense runs, and one for its Q; both are flat."""
         first, second = (

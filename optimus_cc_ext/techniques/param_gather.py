@@ -64,16 +64,20 @@ class Shards:
         messages = pool.take(plan.ranks * nbytes, bucket.device).view(plan.ranks, nbytes)
         own = plan.layout_of(rank, rank * length)
         self._gather = AllGather(own, groups.whole, codec, messages, "compressed parameter gather")
-        self.nbytes = self._before.nbytes + messages.nbytes
         self.updated = False
         """True if there is an encoded message that has not been sent."""
 
         self.gathered = False
         """True if all replicas have received the parameters of this rank's shard since the last pass began."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory beside the messages, which the pool counts."""
+        return self._before.nbytes
+
     def release(self) -> None:
         """Drop the memory: the parameters are gathered dense from now on."""
-        self._before, self.nbytes = self._before.new_empty(0), 0
+        self._before = self._before.new_empty(0)
         del self._gather, self._scratch, self._codec
 
     def keep(self) -> None:
@@ -171,7 +175,7 @@ class ParamGather(Technique):
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of memory for messages and for the copies of shards."""
+        """Bytes of memory for the copies of shards; the pool of messages counts with the gradients."""
         return sum(shards.nbytes for shards in self.buckets)
 
     def add_bucket(self, bucket: Bucket, plan: ExchangePlan, groups: Groups) -> Shards:

@@ -222,7 +222,7 @@ class SelectiveStageCompression(Technique):
 
     @property
     def message_bytes(self) -> int:
-        return sum(reducer.nbytes for reducer in self.reducers)
+        return self.pool.nbytes + sum(reducer.nbytes for reducer in self.reducers)
 
     def release(self) -> None:
         """Drop the reducers and their intermediate results; those of a tied embedding only if that stays dense."""

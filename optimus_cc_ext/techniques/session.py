@@ -232,7 +232,7 @@ class Session:
     @property
     def message_bytes(self) -> int:
         """Bytes of memory on this rank for messages of gradients, of the tied embedding and of parameters."""
-        return sum(technique.message_bytes for technique in self.techniques) - self._pool.shared_bytes
+        return sum(technique.message_bytes for technique in self.techniques)
 
     # -- steps and iterations -----------------------------------------------------------------------------------
 

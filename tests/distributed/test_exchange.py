@@ -9,8 +9,8 @@ import torch.distributed as dist
 from optimus_cc_ext.collectives import calls
 from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
-from optimus_cc_ext.collectives.legs import Span, all_reduce, reduce_scatter, sent
-from optimus_cc_ext.collectives.messages import BlockCodecs
+from optimus_cc_ext.collectives.legs import Span, all_reduce, bytes_of, reduce_scatter, sent
+from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool
 from optimus_cc_ext.collectives.reducers import DensePlan, DenseReducer, Reduction
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.fast import fast_codec
@@ -200,8 +200,8 @@ def _bytes_and_memory(sharded: bool, whole: bool) -> tuple[int, int, list[str], 
 
     counting("all_to_all_single", ranks)
     counting("all_gather_into_tensor", 1)
-    bucket, gauge = gradients(dist.get_rank(), 0), Gauge()
-    reducer = reducer_of(bucket, codecs("int4"), sharded, gauge)
+    bucket, gauge, pool = gradients(dist.get_rank(), 0), Gauge(), MessagePool()
+    reducer = bucket.block_reducer(codecs("int4"), sharded, gauge=gauge, pool=pool)
     gauge.begin(True)
     reducer.reduce(bucket.flat, whole)
     measured = gauge.squares()
@@ -214,8 +214,9 @@ def _bytes_and_memory(sharded: bool, whole: bool) -> tuple[int, int, list[str], 
         lost_by_hand(gradients(dist.get_rank(), 0), ranks, sharded, dist.get_rank()), rel=1e-5
     )
     plan = plan_of(bucket, codecs("int4"), ranks, sharded)
-    assert reducer.nbytes == plan.wire_bytes and reducer.plan.legs(whole=whole) == plan.legs(whole=whole)
-    return counted, sent(plan.legs(whole=whole)), watch.allocated + watch.read_by_host, reducer.nbytes, measured
+    assert reducer.plan.legs(whole=whole) == plan.legs(whole=whole)
+    assert reducer.nbytes == 0 and pool.nbytes == plan.wire_bytes
+    return counted, bytes_of(plan.legs(whole=whole)).sent, watch.allocated + watch.read_by_host, pool.nbytes, measured
 
 
 @KINDS

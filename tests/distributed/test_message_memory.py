@@ -21,13 +21,12 @@ from tests.forked_ranks import run_ranks
 
 
 class Shared(NamedTuple):
-    """A bucket's parameters and gradients, and the bytes of messages, with shared memory and without."""
+    """A bucket's parameters and gradients, the bytes of the gather's messages, and those of all memory."""
 
     parameters: torch.Tensor
     gradients: torch.Tensor
     gather_bytes: int
     announced: int
-    apart: int
 
 
 class _Bucket(NamedTuple):
@@ -69,7 +68,7 @@ def _one_memory(*, shared: bool) -> Shared:
     found = Bucket(of_megatron, 0, record, gradients.device)
     group = technique.add_group(plan, [found], groups, overlapped=False, fused=None)
     shards = gathers.add_bucket(found, bucket.gather, groups)
-    gathered = shards.nbytes - shards.bucket.parameters[:2048].nbytes
+    message, _ = bucket.gather.message_bytes
     own = weights.view(2, -1)[dist.get_rank()]
     with gathers.updating(of_megatron.buckets):
         own.add_(0.5)
@@ -78,11 +77,8 @@ def _one_memory(*, shared: bool) -> Shared:
     with gathers.updating(of_megatron.buckets):
         own.add_(gradients.view(2, -1)[dist.get_rank()])
     gathers.gather([shards]).wait()
-    apart = technique.message_bytes + gathers.message_bytes
-    return Shared(
-        weights, gradients.view(2, -1)[dist.get_rank()].clone(), gathered,
-        apart - pools[0].shared_bytes, apart,
-    )  # fmt: skip
+    said = technique.message_bytes + gathers.message_bytes + (0 if shared else pools[1].nbytes)
+    return Shared(weights, gradients.view(2, -1)[dist.get_rank()].clone(), 2 * message, said)
 
 
 def test_gradients_and_parameters_of_a_bucket_use_one_memory_for_their_messages() -> None:
@@ -92,4 +88,4 @@ def test_gradients_and_parameters_of_a_bucket_use_one_memory_for_their_messages(
         strict=True,
     ):
         assert torch.equal(one.parameters, two.parameters) and torch.equal(one.gradients, two.gradients)
-        assert two.announced == two.apart == one.apart == one.announced + one.gather_bytes
+        assert two.announced == one.announced + one.gather_bytes

@@ -17,6 +17,7 @@ Moved = tuple[int, float]
 """Bytes that a rank sends, and those that leave its node."""
 
 GROUPS = 2000
+SHAPES = [(64, 96), (128, 256), (300,), (513,), (32, 640), (300_000,)]
 
 
 def random_records(chosen: random.Random, unit: int, *, alone: bool) -> list[BucketRecord]:
@@ -32,7 +33,7 @@ def random_records(chosen: random.Random, unit: int, *, alone: bool) -> list[Buc
         tied, end = number == 0 and chosen.random() < 0.6, 0
         for index in range(1 if tied and alone else chosen.randint(1, 5)):
             is_tied = tied and index == 0
-            shape = (512, 128) if is_tied else chosen.choice([(64, 96), (128, 256), (300,), (513,), (32, 640)])
+            shape = (512, 128) if is_tied else chosen.choice(SHAPES)
             parameters.append(ParameterRecord(shape=shape, start=end, tied=is_tied))
             end += parameters[-1].range[1]
         numel = -(-end // unit) * unit
