@@ -31,7 +31,7 @@ class ParameterRecord:
     """Facts about a parameter on which plans depend."""
 
     shape: tuple[int, ...]
-    start: int
+    start: int = 0
     """Offset of its gradient in the flat bucket."""
 
     tied: bool = False

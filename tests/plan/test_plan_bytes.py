@@ -6,8 +6,8 @@ import torch
 from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.placement import Placement
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
 from optimus_cc_ext.tools.doctor.estimate import Gpt, OnNodes, bytes_by_class, places_of
-from optimus_cc_ext.tools.doctor.shapes import Parameter
 from optimus_cc_ext.tools.plan.hardware import CLUSTERS
 from optimus_cc_ext.tools.plan.iteration import rank_costs, schedule_of
 from optimus_cc_ext.tools.plan.model import Job
@@ -49,13 +49,14 @@ def gpt_of(job: Job) -> Gpt:
     """Return the model as doctor reads it from a launch line, without positions and the last norm."""
     model, vectors = job.model, [(job.model.hidden,)] * 4
     matrices = [
-        Parameter(each.on_rank(job.tp)[::-1], expert=each.routed, router=each.router)
+        ParameterRecord(shape=each.on_rank(job.tp)[::-1], expert=each.routed, router=each.router)
         for each in model.matrices
         for _ in range(each.copies // (job.ep if each.routed else 1))
     ]
     small = [*[(each.shape[0],) for each in matrices if model.biases], *vectors]
-    layers = [*matrices, *map(Parameter, small)] * job.layers_per_stage
-    words = Parameter((model.vocabulary // job.tp, model.hidden), tied=model.tied and job.pp > 1, embedding=True)
+    layers = [*matrices, *(ParameterRecord(shape=shape) for shape in small)] * job.layers_per_stage
+    shape = (model.vocabulary // job.tp, model.hidden)
+    words = ParameterRecord(shape=shape, tied=model.tied and job.pp > 1, embedding=True)
     return Gpt(
         stages=[
             [*layers, *[words] * (min(1, copies) if model.tied else copies)]

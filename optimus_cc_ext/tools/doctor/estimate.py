@@ -13,11 +13,10 @@ from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.legs import Bytes, Span, all_reduce, bytes_of
 from optimus_cc_ext.collectives.messages import Formats
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels, Node
-from optimus_cc_ext.compressors.blocks import Codec
-from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
     CLASSES,
+    DP_GRADIENTS,
     EMBEDDING,
     EXPERT_DISPATCH,
     EXPERT_GRADIENT,
@@ -38,7 +37,7 @@ from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan
 from optimus_cc_ext.techniques.messages import LinkPlan, message_bytes
 from optimus_cc_ext.techniques.schedule import Message, Schedule
 from optimus_cc_ext.techniques.state import state_dtype
-from optimus_cc_ext.tools.doctor.shapes import NotBuilt, Parameter, stages_of
+from optimus_cc_ext.tools.doctor.shapes import NotBuilt, stages_of
 from optimus_cc_ext.tools.doctor.tokens import NO_EXPERT_LAYERS, ExpertLayers, Tokens, away
 
 
@@ -46,7 +45,7 @@ from optimus_cc_ext.tools.doctor.tokens import NO_EXPERT_LAYERS, ExpertLayers, T
 class Gpt:
     """A model's parameters on one tensor-parallel rank of each stage, with the data types of messages and gradients."""
 
-    stages: Sequence[Sequence[Parameter]]
+    stages: Sequence[Sequence[ParameterRecord]]
     message: torch.Size
     """Shape of an activation between two stages: sequence (divided by the context-parallel size, and by the
     tensor-parallel size with sequence parallelism) x micro-batch x hidden.
@@ -257,11 +256,6 @@ def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan
             yield LinkPlan(config, sending_stage=(stage + 1) % schedule.stages, receiving_stage=stage), stage
 
 
-def _codec(chosen: str) -> Codec | None:
-    format = block_format(chosen)
-    return None if format is None else Codec(format)
-
-
 def _pipeline(
     gpt: Gpt, config: OptimusConfig, schedule: Schedule, traffic: TrafficClass, on: OnNodes
 ) -> tuple[int, int]:
@@ -269,17 +263,14 @@ def _pipeline(
     dense = gpt.message.numel() * dtype.itemsize
 
     def sent_bytes(plan: LinkPlan, message: Message) -> int:
-        if traffic in on.left_dense:
-            return dense
         if forward:
             return message_bytes(config.format_of(PIPELINE_FORWARD), gpt.message.numel(), dtype)
         compressed = config.is_on(PIPELINE_BACKWARD) and plan.compresses(message, gpt.message)
         return plan.message_bytes(gpt.message, dtype) if compressed else dense
 
-    found = [
-        sent_bytes(plan, message) for plan, stage in _links(config, schedule) for message in schedule.messages(stage)
-    ]
-    return dense * len(found), sum(found)
+    links = [(plan, message) for plan, stage in _links(config, schedule) for message in schedule.messages(stage)]
+    raw = dense * len(links)
+    return raw, raw if traffic in on.left_dense else sum(sent_bytes(*each) for each in links)
 
 
 def _compressed_stage(config: OptimusConfig, stage: int) -> bool:
@@ -294,12 +285,7 @@ def _plans(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNo
     kinds: dict[str, list[ParameterRecord]] = {"rest": [], "tied": [], "apart": []}
     for each in gpt.stages[stage]:
         kind = "tied" if each.tied else "apart" if each.expert and gpt.expert_replicas else "rest"
-        kinds[kind].append(
-            ParameterRecord(
-                shape=each.shape, start=0, tied=each.tied, embedding=each.embedding, expert=each.expert,
-                router=each.router,
-            )
-        )  # fmt: skip
+        kinds[kind].append(each)
     found = []
     for names, ranks in ((("rest", "tied"), layout.data_parallel), (("apart",), gpt.expert_replicas)):
         buckets = [_bucket(gpt, layout, ranks, kinds[name]) for name in names if kinds[name]]
@@ -351,11 +337,8 @@ def compression_memory(
     width = 2 * dtype.itemsize if config.remembers(PIPELINE_BACKWARD) else width
     link = schedule.chunks * gpt.message.numel() * width
     stages = [_plans(gpt, layout, config, stage, on) for stage in range(layout.stages)]
-    low_rank = [
-        [bucket.compressed for plan in plans for bucket in plan.buckets if isinstance(bucket.compressed, LowRankPlan)]
-        for plans in stages
-    ]
-    states = (sum(each.state_bytes(dtype) for each in found) for found in low_rank)
+    reductions = [[bucket.compressed for plan in plans for bucket in plan.buckets] for plans in stages]
+    states = (sum(r.state_bytes(dtype) for r in found if isinstance(r, LowRankPlan)) for found in reductions)
     union = nccl and config.is_on(EMBEDDING) and not layout.distributed_optimizer
     return {
         COMPRESSION_STATE: max(nbytes + link * (stage in senders) for stage, nbytes in enumerate(states)),

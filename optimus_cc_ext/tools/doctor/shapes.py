@@ -10,7 +10,6 @@ import contextlib
 import io
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,25 +18,14 @@ from torch.overrides import TorchFunctionMode
 
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.patching import Patches
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """The facts about a parameter of one rank on which bytes depend."""
-
-    shape: tuple[int, ...]
-    tied: bool = False
-    embedding: bool = False
-    expert: bool = False
-
-    router: bool = False
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
 
 
 class NotBuilt(OptimusError):
     """A model whose shapes are not known here; the message gives the reason."""
 
 
-def stages_of(args: argparse.Namespace, *, trained_here: bool = False) -> list[list[Parameter]]:
+def stages_of(args: argparse.Namespace, *, trained_here: bool = False) -> list[list[ParameterRecord]]:
     """Return the parameters of tensor-parallel rank 0 of every stage.
 
     Args:
@@ -99,7 +87,7 @@ def _without_kernels(args: argparse.Namespace) -> argparse.Namespace:
     return local
 
 
-def _stage(args: argparse.Namespace, stage: int, config_of: Any, builder: Any) -> list[Parameter]:
+def _stage(args: argparse.Namespace, stage: int, config_of: Any, builder: Any) -> list[ParameterRecord]:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
@@ -115,7 +103,7 @@ def _stage(args: argparse.Namespace, stage: int, config_of: Any, builder: Any) -
         return [parameter for model in models for parameter in _parameters(model, args.routed)]
 
 
-def _parameters(model: torch.nn.Module, expert_ranks: int) -> Iterator[Parameter]:
+def _parameters(model: torch.nn.Module, expert_ranks: int) -> Iterator[ParameterRecord]:
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
     layers = (layer.experts for layer in model.modules() if isinstance(layer, BaseMoELayer))
@@ -124,8 +112,8 @@ def _parameters(model: torch.nn.Module, expert_ranks: int) -> Iterator[Parameter
         # A router knows the experts of all expert-parallel ranks.
         first, *others = parameter.shape
         router = ".router." in name
-        yield Parameter(
-            (first * expert_ranks if router else first, *others),
+        yield ParameterRecord(
+            shape=(first * expert_ranks if router else first, *others),
             router=router,
             tied=getattr(parameter, "shared_embedding", False),
             embedding=getattr(parameter, "is_embedding_or_output_parameter", False),
