@@ -19,7 +19,6 @@ from optimus_cc_ext.hooks.registry import Seam
 from optimus_cc_ext.hooks.sessions import Sessions
 from optimus_cc_ext.hooks.training import SETUP, STEP, training_device
 from optimus_cc_ext.patching import around
-from optimus_cc_ext.techniques.expert_rows import exchange_line
 from optimus_cc_ext.techniques.schedule import Interleaved, NonInterleaved, Schedule
 from optimus_cc_ext.techniques.session import Session
 
@@ -147,12 +146,6 @@ def _announce_memory(session: Session) -> None:
         )
     if messages:
         say(f"optimus-cc: {MESSAGE_BUFFERS} of gradients and parameters: up to {messages / 1e6:.1f} MB on a rank")
-    if nbytes := max(session.dispatch.memory, session.expert_gradients.memory):
-        again = session.layout is not None and session.layout.recomputes_experts
-        say(
-            f"optimus-cc: {exchange_line(nbytes)}"
-            + ("; recomputation sends the tokens of the forward pass twice" if again else "")
-        )
     if session.new_groups is not None and (line := session.new_groups.line) is not None:
         say(f"optimus-cc: {line}")
     if None not in free:

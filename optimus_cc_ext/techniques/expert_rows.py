@@ -26,7 +26,6 @@ from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
-from optimus_cc_ext.techniques.schedule import Schedule
 from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
 
@@ -34,24 +33,6 @@ _MEASURED_ROWS = 128
 """Number of rows of an exchange whose errors are measured: an iteration has many exchanges, so that a few rows of each
 show the error, and cost little next to coding.
 """
-
-
-def exchange_bytes(rows: float, coded: int, dense: int) -> float:
-    """Return the bytes of memory of an exchange: two messages and the decoded rows.
-
-    Args:
-        rows: the number of rows that a rank sends; it receives as many if every expert gets equally many tokens.
-        coded, dense: bytes of an encoded row and of a decoded one.
-    """
-    return rows * (2 * coded + dense)
-
-
-def exchange_line(nbytes: float) -> str:
-    """Return the line about the bytes of memory of an exchange."""
-    return (
-        f"an exchange of experts' tokens takes {nbytes / 1e6:.1f} MB on a rank for two messages and the decoded "
-        "tokens, and more in proportion on a rank that gets more than its share"
-    )
 
 
 class ExpertRows(Technique):
@@ -69,12 +50,6 @@ class ExpertRows(Technique):
         """True for each rank of the group that is on another node than this rank; empty: nodes are not known."""
 
         self._width = 0
-        self._rows_per_token = 0.0
-        self.memory = 0.0
-        """Bytes of memory of an exchange if every expert gets equally many tokens; 0 if no row is encoded, or the
-        number of tokens is not known beforehand.
-        """
-
         self.seen = False
         """True if this rank has sent or received rows."""
 
@@ -83,7 +58,7 @@ class ExpertRows(Technique):
         nodes = {place.rank: place.node.name for place in groups.places}
         ranks = [] if grid.expert_group is None else dist.get_process_group_ranks(grid.expert_group)
         self._away = [nodes[rank] != nodes[grid.place.rank] for rank in ranks]
-        self._width, self._rows_per_token = layout.row_width, layout.rows_per_token
+        self._width = layout.row_width
         if self.config.is_dense_inside(self.traffic) and not any(self._away):
             self._codec = None
 
@@ -91,12 +66,6 @@ class ExpertRows(Technique):
     def codec(self) -> Codec | None:
         """Codec of the rows in this iteration; None: they are sent dense."""
         return None if self.dense else self._codec
-
-    def preallocate(self, schedule: Schedule, like: torch.Tensor) -> None:
-        """Compute the memory of an exchange, which torch's allocator will provide."""
-        if self._codec is not None:
-            rows = like.shape[:-1].numel() * self._rows_per_token
-            self.memory = exchange_bytes(rows, self._codec.row_bytes(self._width), self._width * like.itemsize)
 
     def codec_of(self, tensor: torch.Tensor) -> Codec | None:
         """Return the codec of the rows of `tensor`; None if it is sent dense, as probabilities are."""

@@ -115,9 +115,6 @@ def rows_alone(run: Run, name: str) -> float:
 @uses(full(CODED, VANILLA.but("tokens dense, counted", ours="")))
 def test_rows_of_8_bits_are_0_254_of_fp32s_bytes_and_what_is_off_is_counted_as_it_is_sent(runs):
     coded, off = runs
-    # 64 x 2 tokens of two experts each: two messages of 130 bytes and 128 values in fp32
-    (memory,) = (line for line in coded.said if line.startswith("an exchange of experts' tokens"))
-    assert "takes 0.2 MB on a rank" in memory and "twice" not in memory
     for name in ("expert dispatch", "expert gradient"):
         assert rows_alone(coded, name) == pytest.approx(130 / 512)  # 0.254
         for rank, plain in zip(coded.ranks, off.ranks, strict=True):
@@ -137,7 +134,6 @@ def test_rows_of_8_bits_are_0_508_of_bf16s_bytes(runs):
 @uses(full(CODED, RECOMPUTED))
 def test_a_recomputed_forward_pass_sends_the_same_rows_again(runs):
     once, twice = runs
-    assert any("recomputation sends the tokens of the forward pass twice" in line for line in twice.said)
     for rank, other in zip(once.ranks, twice.ranks, strict=True):
         assert rank.losses == other.losses and rank.weights == other.weights
         for name, times in (("expert dispatch", 2), ("expert gradient", 1)):

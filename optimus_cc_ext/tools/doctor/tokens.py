@@ -14,7 +14,6 @@ from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass
 from optimus_cc_ext.config.presets import Layout
-from optimus_cc_ext.techniques.expert_rows import exchange_bytes, exchange_line
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.tools.doctor.findings import Finding
 
@@ -72,10 +71,10 @@ class Tokens:
         return times * self.number * (2 * self.row_bytes(chosen) + self.mixture.probability)
 
     def memory(self, config: OptimusConfig) -> float:
-        """Return the bytes of an exchange: two messages and the decoded tokens."""
+        """Return the bytes of an exchange: two messages and the decoded tokens. As many arrive as are sent."""
         chosen = (config.format_of(each) for each in (EXPERT_DISPATCH, EXPERT_GRADIENT))
         largest = max((self.row_bytes(each) for each in chosen if each != "dense"), default=0)
-        return exchange_bytes(self.number, largest, self.row_bytes("dense")) if largest else 0
+        return self.number * (2 * largest + self.row_bytes("dense")) if largest else 0
 
     def lines(self, config: OptimusConfig) -> Iterator[str]:
         """Yield the lines about the assumptions of the estimates."""
@@ -83,7 +82,10 @@ class Tokens:
         if self.layout.recomputes_experts:
             yield "recomputation sends the tokens of the forward pass twice"
         if nbytes := self.memory(config):
-            yield exchange_line(nbytes)
+            yield (
+                f"an exchange of experts' tokens takes {nbytes / 1e6:.1f} MB on a rank for two messages and the "
+                "decoded tokens, and more in proportion on a rank that gets more than its share"
+            )
 
 
 def away(places: Sequence[RankPlace], *, nodes: bool) -> float:
