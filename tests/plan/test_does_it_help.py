@@ -1,6 +1,6 @@
 """docs/does-it-help.md shows what its commands print, and its page and picture are those that they write.
 
-`python -m tests.plan.test_does_it_help` prints the table by network anew.
+`python -m tests.plan.test_does_it_help` writes the table by network anew, and README's, which shows cells of it.
 """
 
 import csv
@@ -19,7 +19,7 @@ from scripts.planned import __main__ as planned
 from scripts.planned.grid import NETWORKS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "does-it-help.md"
+PAGE, README = ROOT / "docs" / "does-it-help.md", ROOT / "README.md"
 UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
@@ -99,20 +99,42 @@ def test_the_figures_of_a_mixture_over_nodes_are_planned_on_4_nodes_and_on_8() -
             assert f"HybridEP takes {seconds:.0f} s" in text
 
 
+IN_README = {"GPT 8.3B": 1, "Llama 3 8B": 2, "Qwen3 30B": 4}
+"""Columns of README's table, with their places in the table by network."""
+
+NETWORKS_IN_README = ("25 GbE", "100 GbE", "1 x 200G", "1 x 400G", "8 x 400G")
+
+
+def table_of_readme(by_network: list[str]) -> list[str]:
+    """Return the rows of README's table: some networks and models, with a verdict."""
+    cells_of = {network: cells for network, *cells in rows_of("\n".join(by_network))}
+    rows = []
+    for network in NETWORKS_IN_README:
+        cells = [cells_of[network][place] for place in IN_README.values()]
+        gains = [int(cell.partition(UNBROKEN)[0]) for cell in cells]
+        verdict = "yes" if min(gains) >= 10 else "maybe" if max(gains) > 1 else "no"
+        short = (cell.replace(f"{UNBROKEN}to{UNBROKEN}", "\N{NON-BREAKING HYPHEN}") for cell in cells)
+        rows.append(f"| {network} | {verdict} | {' | '.join(short).replace(UNBROKEN, ' ')} |")
+    return rows
+
+
 def test_the_readme_shows_cells_of_the_page() -> None:
-    columns = {"GPT 8.3B": 2, "Llama 3 8B": 3, "Qwen3 30B": 5}
-    page = {row[0]: row[1:] for row in rows_of(section(BY_NETWORK))}
-    header, *rows = [row for row in rows_of((ROOT / "README.md").read_text()) if len(row) == 5]
-    assert header[2:] == list(columns) and len(rows) >= 5
-    to = f"{UNBROKEN}to{UNBROKEN}"
-    for network, _, *cells in rows[1:]:
-        assert [cell.replace("\N{NON-BREAKING HYPHEN}", to).replace(" (", f"{UNBROKEN}(") for cell in cells] == [
-            page[network][column - 1] for column in columns.values()
-        ]  # fmt: skip
-    (over_nodes,) = re.findall(
-        r"`balanced` saves (\d+) % on 100 GbE", " ".join((ROOT / "README.md").read_text().split())
-    )
-    assert page["100 GbE"][5].startswith(f"{over_nodes}{UNBROKEN}")
+    readme = README.read_text()
+    by_network = [line for line in section(BY_NETWORK).splitlines() if line.startswith("|")]
+    assert f"| {' | '.join(IN_README)} |" in readme and "\n".join(table_of_readme(by_network[2:])) in readme
+    (over_nodes,) = re.findall(r"`balanced` saves (\d+) % on 100 GbE", " ".join(readme.split()))
+    (row,) = (cells for cells in rows_of(section(BY_NETWORK)) if cells[0] == "100 GbE")
+    assert row[6].startswith(f"{over_nodes}{UNBROKEN}")
+
+
+def write(path: Path, rows: list[str]) -> None:
+    """Replace the rows of a page's table that have the first cells, and as many, as these."""
+    text = path.read_text()
+    for row in rows:
+        name, cells = re.escape(row.split("|")[1]), row.count("|") - 2
+        text, number = re.subn(rf"^\|{name}(\|[^|\n]*){{{cells}}}\|$", row, text, flags=re.MULTILINE)
+        assert number == 1, f"{path.name} has {number} rows of{row.split('|')[1]}"
+    path.write_text(text)
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -131,4 +153,6 @@ def test_the_page_and_the_picture_are_what_their_command_writes(tmp_path: Path) 
 
 
 if __name__ == "__main__":
-    print(*table_of_networks(), sep="\n")
+    by_network = table_of_networks()
+    write(PAGE, by_network)
+    write(README, table_of_readme(by_network))
