@@ -55,11 +55,11 @@ from optimus_cc_ext.collectives.calls import (
 )
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce, exchange, gather, reduce_scatter
-from optimus_cc_ext.collectives.messages import AllGather, Formats, Tools, message_bytes
+from optimus_cc_ext.collectives.messages import AllGather, BlockCodecs, Formats, Tools, message_bytes
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.collectives.ranges import Range, cut, dealt, views, within
 from optimus_cc_ext.collectives.reducers import Reducer
-from optimus_cc_ext.compressors.blocks import BlockLayout, joined
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec, joined
 from optimus_cc_ext.compressors.formats import BLOCK
 
 _INSIDE = "gradient reduction inside a node"
@@ -242,8 +242,9 @@ class Exchange(Reducer):
     plan: ExchangePlan
 
     def __init__(self, plan: ExchangePlan, groups: Groups, tools: Tools) -> None:
-        assert tools.codecs is not None, "a plan in blocks of few bits needs codecs"
-        self.plan, self._groups, self._codecs, self._gauge = plan, groups, tools.codecs, tools.gauge
+        assert tools.codecs is not None or not plan.coded, "a plan in blocks of few bits needs codecs"
+        codecs = tools.codecs or BlockCodecs(*map(Codec, plan.formats))  # dense values are the same in every format
+        self.plan, self._groups, self._codecs, self._gauge = plan, groups, codecs, tools.gauge
         self._rank = groups.across.rank()
         memory, senders = tools.pool.take(plan.wire_bytes, tools.device), plan.senders
         (gradients, sums), (received, total) = plan.message_bytes, plan.summed_in_fp32
@@ -252,7 +253,7 @@ class Exchange(Reducer):
         self._total = memory[: 4 * total].view(torch.float32)
         self._received = memory[4 * total :][: received * plan.dtype.itemsize].view(plan.dtype)
         self._gather = AllGather(
-            plan.layout_of(self._rank), groups.across, tools.codecs.sums, memory[: senders * sums].view(senders, sums),
+            plan.layout_of(self._rank), groups.across, codecs.sums, memory[: senders * sums].view(senders, sums),
             "compressed gradient reduction (sums)",
         )  # fmt: skip
         self._flat: torch.Tensor | None = None
