@@ -65,8 +65,8 @@ def test_counters_add_up_by_class_raw_and_sent() -> None:
     traffic.add(EMBEDDING, Bytes(10, 0), Bytes(7, 0))
     traffic.add(PIPELINE_FORWARD, Bytes(3, 0), Bytes(3, 0))
     assert traffic.total() == dict.fromkeys(CLASSES, (0, 0)) | {PIPELINE_FORWARD: (3, 3), EMBEDDING: (20, 14)}
-    listed = [3, 3, 0, 0, 0, 0, 0, 0, 0, 0, 20, 14, 0, 0, 6, 2]
+    listed = [n for traffic_class in CLASSES for n in traffic.total()[traffic_class]] + [6, 2]
     assert traffic.as_list() == traffic.since_last_report() == listed
     traffic.add(EMBEDDING, Bytes(1, 0), Bytes(0, 0))
-    assert traffic.since_last_report() == [number == 10 for number in range(16)]
+    assert traffic.since_last_report() == [n == 2 * CLASSES.index(EMBEDDING) for n in range(16)]
     assert traffic.total()[EMBEDDING] == (21, 14)
