@@ -27,21 +27,21 @@ are equal to the bit.
 With several instances of the distributed optimizer the levels are Megatron's own: `node` is the group of one instance,
 and `rail` the group between instances. The part of rank l is its shard, which all ranks of its rail need whole.
 
-A sum over a pair of ranks can also be one all-gather whose messages are added up (`GatheredSum`). Without a codec,
-native collectives do the same (`reducers.DenseReducer`, Megatron's own gather).
+Without a codec, native collectives do the same (`reducers.DenseReducer`, Megatron's own gather).
 
 An `ExchangePlan` decides which rank adds up which part of a flat tensor, and computes the bytes. It knows shapes and
 names of formats, so that doctor can use it before there is a tensor:
 
     plan = ExchangePlan(numel=..., coded=matrices, dense=vectors, dtype=torch.float32, ranks=8, sharded=True,
                         formats=Formats("int4", "int8"))
-    sent(plan.legs()), plan.wire_bytes
+    sent(plan.legs())
     plan.bind(Groups(group), Tools(device=flat.device, codecs=codecs)).reduce(flat)
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -57,12 +57,17 @@ from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce, exchange, gather, reduce_scatter
 from optimus_cc_ext.collectives.messages import AllGather, BlockCodecs, Formats, Tools, message_bytes
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
-from optimus_cc_ext.collectives.ranges import Range, cut, dealt, views, within
+from optimus_cc_ext.collectives.ranges import Range, cut, dealt, portions, views, within
 from optimus_cc_ext.collectives.reducers import Reducer
-from optimus_cc_ext.compressors.blocks import BlockLayout, Codec, joined
-from optimus_cc_ext.compressors.formats import BLOCK
+from optimus_cc_ext.collectives.ring import SLOTS, Slice
+from optimus_cc_ext.compressors.blocks import AT_ONCE, BlockLayout, Codec, joined
+from optimus_cc_ext.compressors.formats import BLOCK, format_named, section_bytes
+from optimus_cc_ext.errors import FlagError
 
 _INSIDE = "gradient reduction inside a node"
+
+_GRAIN = 64
+"""Blocks between two places at which a range can be cut, if its last blocks allow that."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -82,7 +87,8 @@ class ExchangePlan:
         levels: the levels of the sum.
         place: the place of this rank in its node.
         in_fp32: True if the ranks of a node add up in fp32, and round their sum once.
-        like: a plan whose layout, with the tables of the kernels, this plan shares if it is the same layout.
+        slot_bytes: the most bytes of messages under way at once, in both directions; None: no limit.
+        like: a plan whose layouts, with the tables of the kernels, this plan shares if they are the same.
     """
 
     numel: int
@@ -95,6 +101,7 @@ class ExchangePlan:
     levels: Levels = ONE_LEVEL
     place: int = 0
     in_fp32: bool = False
+    slot_bytes: int | None = None
     like: "ExchangePlan | None" = None
 
     def bind(self, groups: Groups, tools: Tools) -> "Exchange":
@@ -165,22 +172,86 @@ class ExchangePlan:
         return dealt(coded, self.senders, BLOCK), dealt(dense, self.senders, 1)
 
     @cached_property
-    def layout(self) -> BlockLayout:
-        """Layout of one message per rank. It takes O(D + P) steps to make, for D ranks and P parameters."""
-        if self.like is not None and self.like.shards == self.shards:
-            return self.like.layout
-        return BlockLayout(*self.shards)
+    def layouts(self) -> tuple[BlockLayout, ...]:
+        """Layouts of one message per rank, for each slice. They take O(D + P) steps to make, for D ranks and P
+        parameters.
 
-    def layout_of(self, rank: int, start: int = 0) -> BlockLayout:
-        """Return the layout of one rank's message, padded to the common message length; offsets are relative to
-        `start`. It is made once, and with it the tables of the kernels, for which the host waits.
+        A slice has a portion of every shard. Shards are dealt before they are cut, and cut where the encoder computes
+        the same bits as for one message (`_unit`).
         """
-        if (rank, start) not in self._layouts:
-            self._layouts[rank, start] = self.layout.of_message(rank, start)
-        return self._layouts[rank, start]
+        if self.like is not None and self.like.shards == self.shards and self.like._cut == self._cut:
+            return self.like.layouts
+        count, unit = self._cut
+        if count == 1:
+            return (BlockLayout(*self.shards),)
+        coded = [portions(joined(shard, BLOCK), count, BLOCK, partial(_unit, unit)) for shard in self.shards[0]]
+        dense = [portions(joined(shard), count) for shard in self.shards[1]]
+        return tuple(map(BlockLayout, zip(*coded, strict=True), zip(*dense, strict=True)))
 
     @cached_property
-    def _layouts(self) -> dict[tuple[int, int], BlockLayout]:
+    def _cut(self) -> tuple[int, int]:
+        """Number of slices, and the most blocks between two places at which a shard can be cut.
+
+        Raises:
+            FlagError: not even one block of each rank fits into a slot.
+        """
+        blocks, values = (
+            max((sum(-(-length // size) for _, length in shard) for shard in shards), default=0)
+            for shards, size in zip(self.shards, (BLOCK, 1), strict=True)
+        )
+        if self.slot_bytes is None or self._slot(blocks, values) <= self.slot_bytes:
+            return 1, 1
+        unit = AT_ONCE
+        while unit > 1 and self._slot(unit, 0) > self.slot_bytes // 4:
+            unit //= 2
+        for count in range(2, 2 * max(blocks, values)):
+            if self._slot(-(-blocks // count) + unit - 1, -(-values // count)) <= self.slot_bytes:
+                return count, unit
+        needed = SLOTS * self._slot(1, 1) / 1e6
+        raise FlagError(
+            "--message-memory", f"messages of one block to each of {self.senders} ranks need {needed:.2f} MB",
+            f"Give at least {math.ceil(needed)}",
+        )  # fmt: skip
+
+    def _slot(self, blocks: int, values: int) -> int:
+        """Return the bytes of messages of so many blocks and dense values: of gradients in both directions, and later
+        of sums.
+        """
+        gradients, sums = (
+            section_bytes(blocks, values, format_named(format).code_bytes, self.dtype.itemsize)[2]
+            for format in self.formats
+        )
+        return self.senders * max(2 * gradients, sums)
+
+    @property
+    def slice_bytes(self) -> list[int]:
+        """Bytes of memory for the messages of each slice, between this rank and all others."""
+        return [self._slot(layout.blocks, layout.dense_numel) for layout in self.layouts]
+
+    @property
+    def gather_bytes(self) -> list[int]:
+        """Bytes of memory for the messages of all ranks, of each slice, if messages in the format of gradients are
+        gathered.
+        """
+        format = self.formats.gradients
+        return [self.senders * message_bytes(layout, format, self.dtype) for layout in self.layouts]
+
+    def own_layouts(self, rank: int, starts: tuple[int, ...] | None = None) -> list[BlockLayout]:
+        """Return the layouts of one rank's messages, by slice, padded to the common message lengths. They are made
+        once, and with them the tables of the kernels, for which the host waits.
+
+        Args:
+            starts: for each slice, the place in the flat tensor to which offsets are relative; None: its start.
+        """
+        key = rank, starts or (0,) * len(self.layouts)
+        if key not in self._own_layouts:
+            self._own_layouts[key] = [
+                layout.of_message(rank, start) for layout, start in zip(self.layouts, key[1], strict=True)
+            ]
+        return self._own_layouts[key]
+
+    @cached_property
+    def _own_layouts(self) -> dict[tuple[int, tuple[int, ...]], list[BlockLayout]]:
         return {}
 
     @property
@@ -192,8 +263,10 @@ class ExchangePlan:
 
     @cached_property
     def message_bytes(self) -> tuple[int, int]:
-        """Bytes of each message of gradients, and of each message of sums."""
-        gradients, sums = (message_bytes(self.layout, format, self.dtype) for format in self.formats)
+        """Bytes that go to each rank in messages of gradients, and in messages of sums, in all slices."""
+        gradients, sums = (
+            sum(message_bytes(layout, format, self.dtype) for layout in self.layouts) for format in self.formats
+        )
         return gradients, sums
 
     @property
@@ -204,14 +277,6 @@ class ExchangePlan:
         if not self.in_fp32 or self.dtype == torch.float32 or not self.slabs:
             return 0, 0
         return sum(length for _, length in self.slabs), max(length for _, length in self.parts)
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of memory for messages: of gradients in both directions; messages of sums use the same memory later,
-        and sums inside a node use it before.
-        """
-        (gradients, sums), (received, total) = self.message_bytes, self.summed_in_fp32
-        return max(self.senders * max(2 * gradients, sums), received * self.dtype.itemsize + total * 4)
 
     def legs(self, beside: int = 1, whole: bool = False) -> list[Leg]:
         """Return the collectives of one rank, whose node holds `beside` ranks; `whole` is that of `Reducer.start`."""
@@ -232,6 +297,15 @@ class ExchangePlan:
         return gather(self.message_bytes[0], Span(self.ranks, beside))
 
 
+def _unit(most: int, blocks: int) -> int:
+    """Return the number of blocks at whose multiples a range of `blocks` is cut, at most `most`.
+
+    The encoder takes up to `AT_ONCE` blocks at once. torch's matrix product rounds fewer than 4 rows in another way, so
+    no cut may leave the last 1 to 3 blocks of a range alone, or join them to others.
+    """
+    return most if 0 < blocks % _GRAIN < 4 else min(most, _GRAIN)
+
+
 class Exchange(Reducer):
     """Reducer that sums matrices in blocks of few bits, and vectors dense, in fp32, in the levels of its plan.
 
@@ -244,45 +318,40 @@ class Exchange(Reducer):
     def __init__(self, plan: ExchangePlan, groups: Groups, tools: Tools) -> None:
         assert tools.codecs is not None or not plan.coded, "a plan in blocks of few bits needs codecs"
         codecs = tools.codecs or BlockCodecs(*map(Codec, plan.formats))  # dense values are the same in every format
-        self.plan, self._groups, self._codecs, self._gauge = plan, groups, codecs, tools.gauge
-        self._rank = groups.across.rank()
-        memory, senders = tools.pool.take(plan.wire_bytes, tools.device), plan.senders
-        (gradients, sums), (received, total) = plan.message_bytes, plan.summed_in_fp32
-        self._outgoing, self._incoming = memory[: 2 * senders * gradients].view(2, senders, gradients)
-        # Sums inside the node have ended when the exchange begins, and the exchange has when the gather does.
-        self._total = memory[: 4 * total].view(torch.float32)
-        self._received = memory[4 * total :][: received * plan.dtype.itemsize].view(plan.dtype)
-        self._gather = AllGather(
-            plan.layout_of(self._rank), groups.across, codecs.sums, memory[: senders * sums].view(senders, sums),
-            "compressed gradient reduction (sums)",
-        )  # fmt: skip
-        self._flat: torch.Tensor | None = None
+        self.plan, self.groups, self.codecs, self.gauge = plan, groups, codecs, tools.gauge
+        self._lane, self.rank = tools.lane, groups.across.rank()
+        self.slices: list[_SumSlice] = [
+            _SumSlice(self, *each, tools.device)
+            for each in zip(plan.layouts, plan.own_layouts(self.rank), plan.slice_bytes, strict=True)
+        ]
+        self._lane.reserve(self.slices, together=tools.together)
+        received, total = plan.summed_in_fp32
+        self._received = torch.empty(received, dtype=plan.dtype, device=tools.device)
+        self._total = torch.empty(total, dtype=torch.float32, device=tools.device)
+        self.flat: torch.Tensor | None = None
         self._whole = False
-        self._messages: PendingCollective | None = None
         self._sums: list[PendingCollective] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory for sums inside the node; messages between nodes use the ring."""
+        return self._received.nbytes + self._total.nbytes
 
     @torch.no_grad()
     def start(self, flat: torch.Tensor, whole: bool = False) -> None:
         """Add up inside the node, encode all parts but the own one, and send each to the rank that adds it up."""
-        plan, codec, gauge = self.plan, self._codecs.gradients, self._gauge
-        self._flat, self._whole = flat, whole
+        plan = self.plan
+        self.flat, self._whole = flat, whole
         self.encoded += plan.matrices
         remainders = views(flat, plan.remainders)
-        self._sums = [start_sum(rest, self._groups.whole, "dense gradient reduction") for rest in remainders]
+        self._sums = [start_sum(rest, self.groups.whole, "dense gradient reduction") for rest in remainders]
         if inside := self._inside(flat):
-            assert self._groups.node is not None, "these groups have one level"
+            assert self.groups.node is not None, "these groups have one level"
             if self._received.numel():
-                start_reduce_scatters_in_fp32(inside, self._received, self._total, self._groups.node, _INSIDE).wait()
+                start_reduce_scatters_in_fp32(inside, self._received, self._total, self.groups.node, _INSIDE).wait()
             else:
-                start_reduce_scatters(inside, self._groups.node, _INSIDE).wait()
-        with gauge.timed(flat.device):
-            codec.encode(flat, plan.layout, self._outgoing, skipped=self._rank)
-        if gauge.on:
-            codec.errors(flat, plan.layout, self._outgoing, gauge.note, skipped=self._rank)
-        if self._outgoing.numel():  # in two levels all parts that ranks exchange can be empty
-            self._messages = start_all_to_all(
-                self._incoming, self._outgoing, self._groups.across, "compressed gradient reduction (exchange)"
-            )
+                start_reduce_scatters(inside, self.groups.node, _INSIDE).wait()
+        self._lane.submit(self.slices)
 
     def _inside(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return this rank's part of each slab, and the slab; nothing in one level."""
@@ -294,66 +363,87 @@ class Exchange(Reducer):
 
     @torch.no_grad()
     def second_phase(self) -> None:
-        """Wait for the exchange, add up the own part, and start the gather of sums if it is needed."""
-        if self._flat is None or self._messages is None:
-            return
-        self._messages.wait()
-        self._messages = None
-        with self._gauge.timed(self._flat.device):
-            self._incoming[self._rank].zero_()
-            self._codecs.gradients.decode_add(self._incoming, self.plan.layout, self._rank, self._flat, onto=True)
-            if self.sends_later:
-                self._gather.encode(self._flat)
-        if self.sends_later:
-            self._gather.start()
+        """Add up the own part of each slice whose messages are under way, and start the gather of sums."""
+        for each in self.slices:
+            each.add_up()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the gather, and decode all sums; gather them inside the node, or whole gradients if asked to."""
-        self.second_phase()
-        if (flat := self._flat) is None:
+        """Finish all slices; gather their sums inside the node, or whole gradients if asked to."""
+        self._lane.end(self.slices)
+        if (flat := self.flat) is None:
             return
-        if self._gather.wait():
-            with self._gauge.timed(flat.device):
-                self._codecs.sums.decode(self._gather.messages, self.plan.layout, flat)
         if not self.plan.sharded:
             for part, slab in self._inside(flat):
-                assert self._groups.node is not None, "these groups have one level"
-                self._sums.append(start_all_gather(slab, part, self._groups.node, _INSIDE))
+                assert self.groups.node is not None, "these groups have one level"
+                self._sums.append(start_all_gather(slab, part, self.groups.node, _INSIDE))
         elif self._whole and self.plan.members > 1:
-            start, length = self._groups.own_range(flat.numel())
-            own, owners = flat[start : start + length], self._groups.owners
+            start, length = self.groups.own_range(flat.numel())
+            own, owners = flat[start : start + length], self.groups.owners
             self._sums.append(start_all_gather(flat, own, owners, "gather of whole gradients"))
         for pending in self._sums:
             pending.wait()
-        self._flat, self._sums = None, []
+        self.flat, self._sums = None, []
 
 
-class GatheredSum:
-    """Sum of a flat tensor over few ranks: each sends all of it to all others, and adds up all messages, its own
-    included.
-
-    So all ranks have the same bits.
+class _SumSlice(Slice):
+    """Slice of an exchange: steps 1 to 4 for a portion of every shard.
 
     Args:
-        numel: elements of the tensor, which has `dtype`.
+        layout: layout of the slice's messages; `own` is that of this rank's message.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, groups: Groups, tools: Tools, purpose: str) -> None:
-        assert tools.codecs is not None, "messages are encoded"
-        self._layout, self._gauge, codec = BlockLayout.of_one(numel), tools.gauge, tools.codecs.gradients
-        ranks, nbytes = groups.whole.size(), codec.message_bytes(self._layout, dtype)
-        messages = tools.pool.take(ranks * nbytes, tools.device).view(ranks, nbytes)
-        self._gather = AllGather(self._layout, groups.whole, codec, messages, purpose)
+    def __init__(
+        self, exchange: Exchange, layout: BlockLayout, own: BlockLayout, nbytes: int, device: torch.device
+    ) -> None:
+        super().__init__(nbytes, device)
+        self._exchange, self._layout, plan = exchange, layout, exchange.plan
+        self._ranks, self._bytes = plan.senders, [message_bytes(layout, each, plan.dtype) for each in plan.formats]
+        self._gather = AllGather(
+            own, exchange.groups.across, exchange.codecs.sums, "compressed gradient reduction (sums)"
+        )
+        self._incoming = self._sums = torch.empty(0, dtype=torch.uint8)
+        self._messages: PendingCollective | None = None
 
     @torch.no_grad()
-    def reduce(self, tensor: torch.Tensor) -> None:
-        """Sum `tensor`, flat, in place; in fp32, in the order of the ranks."""
-        gather = self._gather
-        with self._gauge.timed(tensor.device):
-            gather.encode(tensor)
-        gather.note_errors(tensor, self._gauge)
-        gather.start()
-        gather.wait()
-        with self._gauge.timed(tensor.device):
-            gather.codec.decode_add(gather.messages, self._layout, 0, tensor)
+    def begin(self, memory: torch.Tensor) -> None:
+        """Encode all parts but the own one, and send each to the rank that adds it up."""
+        exchange, (gradients, sums) = self._exchange, self._bytes
+        assert exchange.flat is not None, "the exchange has been started"
+        flat, rank, codec = exchange.flat, exchange.rank, exchange.codecs.gradients
+        outgoing, self._incoming = memory[: 2 * self._ranks * gradients].view(2, self._ranks, gradients)
+        self._sums = memory[: self._ranks * sums].view(self._ranks, sums)  # the exchange has ended when it is filled
+        with exchange.gauge.timed(self.device):
+            codec.encode(flat, self._layout, outgoing, skipped=rank)
+        if exchange.gauge.on:
+            codec.errors(flat, self._layout, outgoing, exchange.gauge.note, skipped=rank)
+        if outgoing.numel():  # in two levels all parts that ranks exchange can be empty
+            self._messages = start_all_to_all(
+                self._incoming, outgoing, exchange.groups.across, "compressed gradient reduction (exchange)"
+            )
+
+    def add_up(self) -> None:
+        """Wait for the exchange, add up the own part, and start the gather of sums if it is needed; once."""
+        if self._messages is None:
+            return
+        exchange, message = self._exchange, self._sums[self._exchange.rank]
+        assert exchange.flat is not None
+        self._messages.wait()
+        self._messages = None
+        with exchange.gauge.timed(self.device):
+            self._incoming[exchange.rank].zero_()
+            exchange.codecs.gradients.decode_add(self._incoming, self._layout, exchange.rank, exchange.flat, onto=True)
+            if exchange.sends_later:
+                self._gather.encode(exchange.flat, message)
+        if exchange.sends_later:
+            self._gather.start(self._sums, message)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Add up the own part, and decode the sums if they are gathered."""
+        self.add_up()
+        if self._gather.wait():
+            exchange = self._exchange
+            assert exchange.flat is not None
+            with exchange.gauge.timed(self.device):
+                exchange.codecs.sums.decode(self._sums, self._layout, exchange.flat)

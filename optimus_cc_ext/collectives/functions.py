@@ -160,16 +160,16 @@ def all_gather_into_tensor(
     plan = _plan(output.numel(), output.dtype, ranks, True, ONE_LEVEL, 0, format, format)
     codec, nbytes = _codecs(output.device, plan.formats).gradients, plan.message_bytes[0]
     messages = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=output.device)
-    own = plan.layout_of(rank, rank * input.numel())
-    gather = AllGather(own, groups.whole, codec, messages, "all_gather_into_tensor in few bits")
+    (layout,), (own,) = plan.layouts, plan.own_layouts(rank, (rank * input.numel(),))
+    gather = AllGather(own, groups.whole, codec, "all_gather_into_tensor in few bits")
     with torch.no_grad():
-        gather.encode(input.view(-1))
+        gather.encode(input.view(-1), messages[rank])
         if messages.numel():
-            gather.start()
+            gather.start(messages, messages[rank])
 
     def finish() -> None:
         gather.wait()
-        codec.decode(messages, plan.layout, output.view(-1))
+        codec.decode(messages, layout, output.view(-1))
 
     return _result(finish, output.device, async_op)
 

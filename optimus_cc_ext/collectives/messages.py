@@ -1,4 +1,4 @@
-"""Messages in block formats of 8 or 4 bits: formats, codecs, buffers, and an all-gather of messages."""
+"""Messages in block formats of 8 or 4 bits: formats, codecs, an all-gather of messages, and a sum by one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.collectives.calls import PendingCollective, start_all_gather
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.ring import Lane, Ring
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format, format_named
 from optimus_cc_ext.metrics.gauge import Gauge
@@ -47,59 +49,6 @@ class BlockCodecs(NamedTuple):
         return Formats(self.gradients.format.name, self.sums.format.name)
 
 
-class MessagePool:
-    """Memory for the messages of this rank's exchanges."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._buckets: dict[int, _BucketMessages] = {}
-
-    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return `nbytes` bytes, flat uint8, zero, which belong to the caller."""
-        self.nbytes += nbytes
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-
-    def release(self) -> None:
-        """Forget all memory: what is still exchanged keeps its own."""
-        self._buckets.clear()
-        self.nbytes = 0
-
-    def of_bucket(self, record: object) -> "_BucketMessages":
-        """Return the pool of one bucket, whose callers all get the same memory.
-
-        Gradients and parameters of a bucket are exchanged one after the other: its parameters have arrived before the
-        forward pass reads them, and the sums of its gradients before the optimizer's step.
-
-        Args:
-            record: the record of the bucket, which outlives the pool.
-        """
-        return self._buckets.setdefault(id(record), _BucketMessages(self))
-
-
-class _BucketMessages(MessagePool):
-    """Memory for the messages of one bucket: as much as its largest exchange needs."""
-
-    def __init__(self, pool: MessagePool) -> None:
-        super().__init__()
-        self._pool, self._memory = pool, torch.empty(0, dtype=torch.uint8)
-
-    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return a flat uint8 buffer of `nbytes` bytes, which all callers share: no message may be under way."""
-        if not self.nbytes:
-            self._memory = self._pool.take(nbytes, device)
-        elif nbytes > self.nbytes:
-            # The memory grows in place, so that tensors that were given out before keep it, with its content. The old
-            # block returns to the current stream, while another one may still read or write it.
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self._memory.untyped_storage().resize_(nbytes)
-            self._memory.set_(self._memory.untyped_storage())
-            self._memory[self.nbytes :].zero_()
-            self._pool.nbytes += nbytes - self.nbytes
-        self.nbytes = max(self.nbytes, nbytes)
-        return self._memory[:nbytes]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tools:
     """Device, codecs, gauge and memory, with which a plan and its groups become a reducer."""
@@ -111,8 +60,11 @@ class Tools:
     gauge: Gauge = field(default_factory=Gauge)
     """Measures the compression error of what is sent, and the seconds of encoding and decoding."""
 
-    pool: MessagePool = field(default_factory=MessagePool)
-    """Memory for messages."""
+    lane: Lane = field(default_factory=lambda: Ring().lane())
+    """Way to the memory for messages."""
+
+    together: bool = False
+    """True if other exchanges of the lane are under way beside this one."""
 
 
 def message_bytes(layout: BlockLayout, format: str, dtype: torch.dtype) -> int:
@@ -125,28 +77,29 @@ class AllGather:
 
     Args:
         own: layout of this rank's message.
-        messages: (ranks, message bytes), uint8.
     """
 
-    def __init__(
-        self, own: BlockLayout, group: dist.ProcessGroup, codec: Codec, messages: torch.Tensor, purpose: str
-    ) -> None:
+    def __init__(self, own: BlockLayout, group: dist.ProcessGroup, codec: Codec, purpose: str) -> None:
         self._own, self._group, self.codec, self._purpose = own, group, codec, purpose
-        self.messages, self._message = messages, messages[group.rank()]
         self._pending: PendingCollective | None = None
 
-    def encode(self, values: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, message: torch.Tensor) -> None:
         """Encode this rank's message from `values`, flat."""
-        self.codec.encode(values, self._own, self._message)
+        self.codec.encode(values, self._own, message)
 
-    def note_errors(self, values: torch.Tensor, gauge: Gauge) -> None:
+    def note_errors(self, values: torch.Tensor, message: torch.Tensor, gauge: Gauge) -> None:
         """Measure the compression error of the message, encoded from `values`, if the gauge is on."""
         if gauge.on:
-            self.codec.errors(values, self._own, self._message, gauge.note)
+            self.codec.errors(values, self._own, message, gauge.note)
 
-    def start(self) -> None:
-        """Send the message to all ranks."""
-        self._pending = start_all_gather(self.messages.view(-1), self._message, self._group, self._purpose)
+    def start(self, messages: torch.Tensor, message: torch.Tensor) -> None:
+        """Send the message to all ranks.
+
+        Args:
+            messages: (ranks, message bytes), uint8, for the messages of all ranks.
+            message: this rank's message, which may be its row of `messages`.
+        """
+        self._pending = start_all_gather(messages.view(-1), message, self._group, self._purpose)
 
     def wait(self) -> bool:
         """Wait for all messages; return False if none was started since the last wait."""
@@ -155,3 +108,35 @@ class AllGather:
         self._pending.wait()
         self._pending = None
         return True
+
+
+class GatheredSum:
+    """Sum of a flat tensor over few ranks: each sends all of it to all others, and adds up all messages, its own
+    included.
+
+    So all ranks have the same bits.
+
+    Args:
+        numel: elements of the tensor, which has `dtype`.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, groups: Groups, tools: Tools, purpose: str) -> None:
+        assert tools.codecs is not None, "messages are encoded"
+        self._layout, self._gauge, codec = BlockLayout.of_one(numel), tools.gauge, tools.codecs.gradients
+        ranks, nbytes = groups.whole.size(), codec.message_bytes(self._layout, dtype)
+        self._messages = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=tools.device)
+        self._message = self._messages[groups.whole.rank()]
+        self._gather = AllGather(self._layout, groups.whole, codec, purpose)
+        self.nbytes = self._messages.nbytes
+
+    @torch.no_grad()
+    def reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor`, flat, in place; in fp32, in the order of the ranks."""
+        gather = self._gather
+        with self._gauge.timed(tensor.device):
+            gather.encode(tensor, self._message)
+        gather.note_errors(tensor, self._message, self._gauge)
+        gather.start(self._messages, self._message)
+        gather.wait()
+        with self._gauge.timed(tensor.device):
+            gather.codec.decode_add(self._messages, self._layout, 0, tensor)

@@ -1,6 +1,6 @@
 """Ranges of a flat tensor, and their division among ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -37,6 +37,35 @@ def dealt(ranges: Sequence[Range], parts: int, unit: int) -> list[list[Range]]:
             done += taken
             units += -(-taken // unit)
     return taken_by
+
+
+def portions(
+    ranges: Sequence[Range], count: int, block: int = 1, unit: Callable[[int], int] = lambda blocks: 1
+) -> list[list[Range]]:
+    """Cut ranges into consecutive portions of about equally many blocks.
+
+    Args:
+        ranges: in ascending order; each begins with a whole block, and its last block may be short.
+        count: number of portions.
+        block: elements of a block.
+        unit: returns, for a range of so many blocks, the number of blocks from its start at whose multiples it may be
+            cut. A portion has up to that number less one more blocks than its share.
+    """
+    total = sum(-(-length // block) for _, length in ranges)
+    found: list[list[Range]] = [[] for _ in range(count)]
+    passed = index = 0
+    for start, length in ranges:
+        blocks, at = -(-length // block), 0
+        while at < blocks:
+            until = total * (index + 1) // count - passed
+            end = blocks if until >= blocks else until // unit(blocks) * unit(blocks)
+            if end > at:
+                found[index].append((start + at * block, min(end * block, length) - at * block))
+                at = end
+            if at < blocks:
+                index += 1
+        passed += blocks
+    return found
 
 
 def within(ranges: Sequence[Range], parts: Sequence[Range]) -> list[Range]:

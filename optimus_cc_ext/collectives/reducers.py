@@ -17,6 +17,7 @@ from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce, sharded
 from optimus_cc_ext.collectives.messages import Tools
 from optimus_cc_ext.collectives.ranges import Range, views
+from optimus_cc_ext.collectives.ring import Slice
 from optimus_cc_ext.compressors.blocks import joined
 
 
@@ -30,6 +31,9 @@ class Reducer(ABC):
     plan: Any
     """Plan of the reduction, a `bucket_plan.ReductionPlan`, which knows the bytes of messages and of memory."""
 
+    slices: Sequence[Slice] = ()
+    """Slices by which it uses the ring of message buffers."""
+
     encoded = 0
     """Number of gradients that were compressed so far; a gradient counts once in every reduction."""
 
@@ -40,7 +44,7 @@ class Reducer(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory for messages, without the memory of a pool."""
+        """Bytes of memory of its own for messages."""
         return 0
 
     def reduce(self, flat: torch.Tensor, whole: bool = False) -> None:
@@ -90,7 +94,6 @@ class DensePlan:
     instances: int = 1
 
     matrices = 0
-    wire_bytes = 0
 
     def bind(self, groups: Groups, tools: Tools) -> "DenseReducer":
         """Make the reducer that follows this plan."""

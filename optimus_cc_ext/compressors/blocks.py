@@ -20,15 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.formats import BLOCK, format_named
+from optimus_cc_ext.compressors.formats import BLOCK, format_named, section_bytes
 from optimus_cc_ext.compressors.numerics import fp32_products, keep_in_range
 from optimus_cc_ext.compressors.packing import PACKINGS
 from optimus_cc_ext.compressors.scratch import Scratch
 
-_ALIGNMENT = 16
-"""Bytes that a GPU loads at once. The sections of a message begin at multiples of this number."""
-
-_AT_ONCE, _AT_ONCE_ON_GPU = 1 << 11, 1 << 15
+AT_ONCE, _AT_ONCE_ON_GPU = 1 << 11, 1 << 15
 """Number of blocks that are encoded at once. On a CPU they take 1 MiB in fp32, which is still in the cache when the
 next pass reads it; on a GPU there are so many that launches cost less than the work that they launch.
 """
@@ -117,19 +114,8 @@ class BlockLayout:
         return len(self.pieces)
 
     def sections(self, code_bytes: int, itemsize: int) -> tuple[int, int, int]:
-        """Return the byte offsets at which the scales and the codes begin and the message ends.
-
-        Args:
-            code_bytes: bytes of one block's codes.
-            itemsize: bytes of a dense value.
-        """
-        scales = _aligned(self.dense_numel * itemsize)
-        codes = scales + _aligned(self.blocks * 2)
-        return scales, codes, codes + _aligned(self.blocks * code_bytes)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        """Return `section_bytes` of a message; `code_bytes` of one block, `itemsize` of one dense value."""
+        return section_bytes(self.blocks, self.dense_numel, code_bytes, itemsize)
 
 
 def joined(ranges: Ranges, unit: int = 1) -> list[tuple[int, int]]:
@@ -433,8 +419,8 @@ def hadamard(size: int) -> Tensor:
 
 
 def _parts(pieces: tuple[Piece, ...], device: torch.device) -> Iterator[tuple[Piece, slice]]:
-    """Cut pieces into parts of at most `_AT_ONCE` blocks; yield each part with the slice of its blocks."""
-    most = _AT_ONCE if device.type == "cpu" else _AT_ONCE_ON_GPU
+    """Cut pieces into parts of at most `AT_ONCE` blocks; yield each part with the slice of its blocks."""
+    most = AT_ONCE if device.type == "cpu" else _AT_ONCE_ON_GPU
     for piece in pieces:
         for done in range(0, piece.numel, most * BLOCK):
             numel = min(piece.numel - done, most * BLOCK)

@@ -20,6 +20,10 @@ counts bytes.
 """
 
 
+_ALIGNMENT = 16
+"""Bytes that a GPU loads at once. The sections of a message begin at multiples of this number."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """Record of one block format."""
@@ -97,3 +101,19 @@ def block_format(chosen: str) -> str | None:
         ValueError: `chosen` is none of these; see `format_named`.
     """
     return None if chosen in _WITHOUT_BLOCKS else format_named(chosen).name
+
+
+def section_bytes(blocks: int, values: int, code_bytes: int, itemsize: int) -> tuple[int, int, int]:
+    """Return the byte offsets at which the scales and the codes of a message begin and the message ends.
+
+    Args:
+        blocks: number of encoded blocks, each with `code_bytes` of codes.
+        values: number of dense values, each of `itemsize` bytes.
+    """
+    scales = _aligned(values * itemsize)
+    codes = scales + _aligned(blocks * 2)
+    return scales, codes, codes + _aligned(blocks * code_bytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -49,6 +49,12 @@ class OptimusConfig(
         "Rotate blocks by a random-sign Hadamard transform before rounding to int8 or int4, so that one outlier costs "
         "the other values of its block less precision.",
     )
+    message_memory: int = option(
+        256,
+        "MB of messages of gradients and parameters that a rank has under way at once; larger buckets are sent in "
+        "slices.",
+        Values("MB", lambda size: size >= 1, "messages in {} MB are none", "Give a whole number of at least 1"),
+    )
     compression_metrics: bool = option(
         True, "Log the bytes of each class of traffic, and the errors, residual norms and times of compression."
     )

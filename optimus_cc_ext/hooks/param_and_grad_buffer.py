@@ -83,7 +83,7 @@ def attach(
     if line is not None and dist.get_rank() == 0:
         say(f"optimus-cc: {line}")
     shards = [
-        session.parameters.add_bucket(bucket, bucket_plan.gather, Groups(owners))
+        session.parameters.add_bucket(bucket, bucket_plan.gather, Groups(owners), together=config.overlap_param_gather)
         for bucket, bucket_plan in zip(found, plan.buckets, strict=True)
         if bucket_plan.gather is not None
     ]

@@ -4,7 +4,7 @@
     bucket = BucketRecord(numel=1025 * 3072, dtype=torch.float32, parameters=parameters)
     plan = GroupPlan.of([bucket], BucketRules(format="int4", ranks=8, sharded=True))
     plan.bytes_by_class(None), plan.bytes_by_class(True)      # bytes of one reduction, vanilla's and compressed
-    plan.buckets[0].compressed                                # plan of its reduction; it has legs(), wire_bytes
+    plan.buckets[0].compressed                                # plan of its reduction; it has legs()
 
 A plan knows shapes, ranges of the flat bucket and names of formats; it holds no tensor, codec or process group. So the
 hook makes it from Megatron's buckets, doctor from a model on the meta device, and a test from three numbers.
@@ -254,7 +254,7 @@ def _bucket_plan(
     if gathers:
         assert rules.gathered is not None
         like = compressed if isinstance(compressed, ExchangePlan) else None
-        gather = gather_plan(record, rules.gathered, rules.owners, like)
+        gather = gather_plan(record, rules.gathered, rules.owners, rules.slot_bytes, like)
     return BucketPlan(record=record, warmup=warmup, compressed=compressed, fused=fused, gather=gather)
 
 
@@ -280,7 +280,7 @@ def _reduction(
     return ExchangePlan(
         numel=record.numel, coded=[parameter.range for parameter in coded], dense=dense, dtype=record.dtype,
         ranks=rules.ranks, sharded=rules.sharded, formats=Formats(format if coded else rules.sums, rules.sums),
-        levels=rules.levels, place=rules.place, in_fp32=rules.in_fp32,
+        levels=rules.levels, place=rules.place, in_fp32=rules.in_fp32, slot_bytes=rules.slot_bytes,
     )  # fmt: skip
 
 
@@ -300,7 +300,9 @@ def _pays(
     return sent(_reduction(record, rules, rules.format, coded, others).legs()) < sent(megatrons.legs())
 
 
-def gather_plan(record: BucketRecord, format: str, ranks: int, like: ExchangePlan | None = None) -> ExchangePlan:
+def gather_plan(
+    record: BucketRecord, format: str, ranks: int, slot_bytes: int | None = None, like: ExchangePlan | None = None
+) -> ExchangePlan:
     """Plan the gather of a bucket's parameters: differences of matrices are encoded, those of vectors and routers
     not. `like` is the plan of the bucket's gradients.
     """
@@ -310,5 +312,5 @@ def gather_plan(record: BucketRecord, format: str, ranks: int, like: ExchangePla
     )
     return ExchangePlan(
         numel=record.numel, coded=coded, dense=dense, dtype=record.parameter_dtype, ranks=ranks, sharded=True,
-        formats=Formats(format, format), like=like,
+        formats=Formats(format, format), slot_bytes=slot_bytes, like=like,
     )  # fmt: skip

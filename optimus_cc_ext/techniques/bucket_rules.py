@@ -8,6 +8,7 @@ import torch
 
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.collectives.ranges import Range
+from optimus_cc_ext.collectives.ring import slot_bytes
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
 from optimus_cc_ext.compressors.low_rank import pays
 from optimus_cc_ext.config import OptimusConfig
@@ -134,6 +135,9 @@ class BucketRules:
     Megatron, too.
     """
 
+    slot_bytes: int | None = None
+    """The most bytes of messages that an exchange has under way at once (module `ring`); None: no limit."""
+
     force: bool = False
     """True to compress even if nothing is saved: low rank of small matrices, and groups of one rank (tests)."""
 
@@ -170,6 +174,7 @@ class BucketRules:
         gradients = format_of(DP_GRADIENTS)
         return cls(
             ranks=ranks, sharded=sharded, levels=levels, place=place, beside=beside, in_fp32=in_fp32 and sharded,
+            slot_bytes=slot_bytes(config.message_memory),
             rank=config.dp_compression_rank, force=config._force_compression,
             format=blocks(gradients) or gradients,
             sums=blocks(SUM_FORMAT) or SUM_FORMAT,

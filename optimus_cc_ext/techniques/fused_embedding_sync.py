@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.collectives.calls import all_reduce_sum, connect
-from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan, GatheredSum
+from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce, gather
-from optimus_cc_ext.collectives.messages import BlockCodecs, Formats, MessagePool, Tools, message_bytes
+from optimus_cc_ext.collectives.messages import BlockCodecs, Formats, GatheredSum, Tools, message_bytes
 from optimus_cc_ext.collectives.nodes import Levels
+from optimus_cc_ext.collectives.ring import Ring
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.config.presets import Layout
@@ -61,6 +62,8 @@ class FusedEmbeddingSync(Technique):
         bucket_codecs: the same for the reducer of the embedding's bucket, which may run on another stream.
         dense_inside: True if the embedding stays dense on models that send none of it between nodes.
         two_levels: True if blocks may be added up in two levels.
+        slot_bytes: the most bytes of messages under way at once; None: no limit.
+        ring: memory for the messages of the union, shared with the reductions of gradients.
     """
 
     def __init__(
@@ -71,10 +74,13 @@ class FusedEmbeddingSync(Technique):
         bucket_codecs: BlockCodecs | None = None,
         dense_inside: bool = False,
         two_levels: bool = True,
+        slot_bytes: int | None = None,
+        ring: Ring | None = None,
     ) -> None:
         # An embedding's gradient is sent dense or in blocks, without error feedback, so the technique has no state.
         super().__init__("fused_embedding_sync", on=False, states=FactorStates(1), gauge=Gauge())
-        self._wanted, self._pool, self.codecs, self._dense_inside = wanted, MessagePool(), codecs, dense_inside
+        self._wanted, self.codecs, self._dense_inside = wanted, codecs, dense_inside
+        self._lane, self._slot_bytes = (ring or Ring()).lane(), slot_bytes
         self._two_levels, self.bucket_codecs = two_levels, bucket_codecs
         self.group: dist.ProcessGroup | None = None
         """Union of both stages' replicas; with the distributed optimizer the pair of stages. None: this rank takes no
@@ -130,7 +136,8 @@ class FusedEmbeddingSync(Technique):
     def release(self) -> None:
         """Drop the sums in blocks, with their messages."""
         self._sums.clear()
-        self._pool, self.codecs, self.bucket_codecs = MessagePool(), None, None
+        self._lane.keep([])
+        self.codecs = self.bucket_codecs = None
 
     def takes_over(self, in_step: bool) -> bool:
         """Return whether this technique, and not Megatron, sums the embedding when gradients are finalised.
@@ -154,14 +161,14 @@ class FusedEmbeddingSync(Technique):
 
     @property
     def message_bytes(self) -> int:
-        return self._pool.nbytes
+        return sum(each.nbytes for each in self._sums.values())
 
     def make_room(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the messages for the gradient of this length that `reduce` will get, and connect the groups that
         sum it, once.
         """
         groups, codecs, key = self._joined, self.codecs, (numel, dtype, device)
-        tools = Tools(device=device, codecs=codecs, gauge=self.gauge, pool=self._pool)
+        tools = Tools(device=device, codecs=codecs, gauge=self.gauge, lane=self._lane)
         if codecs is None:
             if not self.sharded and not self._connected:
                 connect(groups.whole, device, pairs=False)
@@ -169,7 +176,9 @@ class FusedEmbeddingSync(Technique):
         elif key not in self._sums and self.sharded:
             self._sums[key] = GatheredSum(numel, dtype, groups, tools, _PURPOSE)
         elif key not in self._sums:
-            plan = plan_of_union(numel, dtype, groups.whole.size(), codecs.formats, groups.levels, groups.place)
+            plan = plan_of_union(
+                numel, dtype, groups.whole.size(), codecs.formats, groups.levels, groups.place, self._slot_bytes
+            )
             connect(groups.across, device, pairs=True)
             if groups.node is not None:
                 connect(groups.node, device, pairs=False)
@@ -200,12 +209,13 @@ class FusedEmbeddingSync(Technique):
 
 
 def plan_of_union(
-    numel: int, dtype: torch.dtype, ranks: int, formats: Formats, levels: Levels, place: int = 0
-) -> ExchangePlan:
+    numel: int, dtype: torch.dtype, ranks: int, formats: Formats, levels: Levels, place: int = 0,
+    slot_bytes: int | None = None,
+) -> ExchangePlan:  # fmt: skip
     """Plan the sum of a tied embedding over the replicas of both stages; `place` is this rank's in its node."""
     return ExchangePlan(
         numel=numel, coded=[(0, numel)], dtype=dtype, ranks=ranks, sharded=False, formats=formats, levels=levels,
-        place=place,
+        place=place, slot_bytes=slot_bytes,
     )  # fmt: skip
 
 

@@ -23,8 +23,9 @@ import torch
 from optimus_cc_ext.collectives.calls import connect
 from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
-from optimus_cc_ext.collectives.messages import AllGather, MessagePool
-from optimus_cc_ext.compressors.blocks import Codec
+from optimus_cc_ext.collectives.messages import AllGather
+from optimus_cc_ext.collectives.ring import Lane, Ring, Slice
+from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
@@ -42,6 +43,8 @@ class Shards:
         bucket: the bucket, whose parameters are as long as D equal shards; each use reads them anew.
         plan: the plan of the gather, made by `bucket_plan.gather_plan`.
         scratch: memory for intermediate results, which all buckets on one stream can share.
+        lane: way to the memory for the messages of all ranks.
+        together: True if other buckets are gathered meanwhile.
     """
 
     def __init__(
@@ -53,17 +56,21 @@ class Shards:
         *,
         gauge: Gauge,
         scratch: Scratch,
-        pool: MessagePool,
+        lane: Lane,
+        together: bool,
     ) -> None:
-        self.bucket, self.plan = bucket, plan
-        self._codec, self._gauge, self._scratch, self._layout = codec, gauge, scratch, plan.layout
+        self.bucket, self.plan, self.groups = bucket, plan, groups
+        self.codec, self.gauge, self.scratch, self._lane = codec, gauge, scratch, lane
         rank, length = groups.whole.rank(), plan.numel // plan.ranks
         self._shard = slice(rank * length, (rank + 1) * length)
         self._before = torch.empty(length, dtype=plan.dtype, device=bucket.device)
-        nbytes, _ = plan.message_bytes
-        messages = pool.take(plan.ranks * nbytes, bucket.device).view(plan.ranks, nbytes)
-        own = plan.layout_of(rank, rank * length)
-        self._gather = AllGather(own, groups.whole, codec, messages, "compressed parameter gather")
+        spans = [layout.span(rank) for layout in plan.layouts]
+        own = plan.own_layouts(rank, tuple(start for start, _ in spans))
+        self._slices = [
+            _GatherSlice(self, layout, message, nbytes, slice(start - rank * length, end - rank * length))
+            for layout, message, nbytes, (start, end) in zip(plan.layouts, own, plan.gather_bytes, spans, strict=True)
+        ]
+        lane.reserve(self._slices, together=together)
         self.updated = False
         """True if there is an encoded message that has not been sent."""
 
@@ -72,13 +79,19 @@ class Shards:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory beside the messages, which the pool counts."""
-        return self._before.nbytes
+        """Bytes of memory for the own messages until they are sent, and for the copy of the shard."""
+        return self._before.nbytes + sum(each.message.nbytes for each in self._slices)
+
+    @property
+    def change_bytes(self) -> int:
+        """Bytes of the largest change that is encoded at once, in memory that all buckets share."""
+        return max((each.change_bytes for each in self._slices), default=0)
 
     def release(self) -> None:
         """Drop the memory: the parameters are gathered dense from now on."""
         self._before = self._before.new_empty(0)
-        del self._gather, self._scratch, self._codec
+        self._slices.clear()
+        del self.scratch, self.codec
 
     def keep(self) -> None:
         """Keep a copy of the own shard before the optimizer writes it."""
@@ -87,27 +100,64 @@ class Shards:
 
     def encode(self) -> None:
         """Encode the change of the own shard since `keep`, and restore its old value, which all other replicas have."""
-        own, before = self.bucket.parameters[self._shard], self._before
-        with self._gauge.timed(own.device):
-            difference = self._scratch.take("difference", tuple(own.shape), own.dtype, own.device)
-            self._gather.encode(torch.sub(own, before, out=difference))
-            own.copy_(before)
-        self._gather.note_errors(difference, self._gauge)
+        own = self.bucket.parameters[self._shard]
+        for each in self._slices:
+            each.encode(own, self._before)
+        with self.gauge.timed(own.device):
+            own.copy_(self._before)
         self.updated = True
 
     def start(self) -> None:
         """Send the message. All replicas call this for the same buckets, in the same order."""
         self.updated = False
-        self._gather.start()
+        self._lane.submit(self._slices)
 
     def finish(self) -> None:
         """Wait for all messages, and add their differences to the parameters of all shards."""
-        started = self._gather.wait()
-        assert started, "nothing was started"
-        # The padding of a bucket is in no message, and keeps its values.
-        with self._gauge.timed(self.bucket.device):
-            self._codec.decode_onto(self._gather.messages, self._layout, self.bucket.parameters, self._scratch)
+        self._lane.end(self._slices)
         self.gathered = True
+
+
+class _GatherSlice(Slice):
+    """Slice of a gather: a portion of every shard.
+
+    Args:
+        layout: layout of the messages of all ranks; `own` is that of this rank's message.
+        span: the part of this rank's shard that holds the message's values, from which `own` counts.
+    """
+
+    def __init__(self, shards: Shards, layout: BlockLayout, own: BlockLayout, nbytes: int, span: slice) -> None:
+        super().__init__(nbytes, shards.bucket.device)
+        self._shards, self._layout, self._span = shards, layout, span
+        self.change_bytes = (span.stop - span.start) * shards.plan.dtype.itemsize
+        self.message = torch.zeros(nbytes // shards.plan.ranks, dtype=torch.uint8, device=self.device)
+        """This rank's message, from the optimizer's step until it is sent."""
+
+        self._gather = AllGather(own, shards.groups.whole, shards.codec, "compressed parameter gather")
+        self._messages = self.message.new_empty(0)
+
+    def encode(self, after: torch.Tensor, before: torch.Tensor) -> None:
+        """Encode the difference of two values of the shard."""
+        shards, after = self._shards, after[self._span]
+        with shards.gauge.timed(self.device):
+            difference = shards.scratch.take("difference", tuple(after.shape), after.dtype, self.device)
+            self._gather.encode(torch.sub(after, before[self._span], out=difference), self.message)
+        self._gather.note_errors(difference, self.message, shards.gauge)
+
+    @torch.no_grad()
+    def begin(self, memory: torch.Tensor) -> None:
+        """Send the message to all ranks."""
+        self._messages = memory.view(self._shards.plan.ranks, -1)
+        self._gather.start(self._messages, self.message)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Wait for all messages, and add their differences to the parameters."""
+        self._gather.wait()
+        shards = self._shards
+        # The padding of a bucket is in no message, and keeps its values.
+        with shards.gauge.timed(self.device):
+            shards.codec.decode_onto(self._messages, self._layout, shards.bucket.parameters, shards.scratch)
 
 
 class Gather:
@@ -136,17 +186,17 @@ class ParamGather(Technique):
 
     Args:
         codec: encodes the differences; None: Megatron gathers the parameters, dense.
-        pool: memory for messages, shared with the reductions of the same buckets.
+        ring: memory for messages, shared with the reductions of gradients.
     """
 
-    def __init__(self, codec: Codec | None, pool: MessagePool | None = None) -> None:
+    def __init__(self, codec: Codec | None, ring: Ring | None = None) -> None:
         # The master copies contain the compression error, so checkpoints need nothing more.
         super().__init__("param_gather", on=False, states=FactorStates(1), gauge=Gauge())
         self.codec = codec
         self.seen = False
         """True once a step's changes were gathered."""
 
-        self._scratch, self._pool = Scratch(), pool or MessagePool()
+        self._scratch, self._lane = Scratch(), (ring or Ring()).lane()
         self.buckets: list[Shards] = []
         """Buckets that we gather, in the order in which Megatron made them."""
 
@@ -169,25 +219,33 @@ class ParamGather(Technique):
     def release(self) -> None:
         """Drop messages, copies of shards and intermediate results."""
         self._scratch, self.codec = Scratch(), None
-        self._pool.release()
+        self._lane.keep([])
         for shards in self.buckets:
             shards.release()
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of memory for the copies of shards; the pool of messages counts with the gradients."""
-        return sum(shards.nbytes for shards in self.buckets)
-
-    def add_bucket(self, bucket: Bucket, plan: ExchangePlan, groups: Groups) -> Shards:
-        """Add a bucket whose parameters are gathered in few bits; the arguments are those of `Shards`.
-
-        Gradients of the bucket may be reduced in blocks, with the same memory for messages.
+        """Bytes of memory for messages that have not been sent, for the copies of shards, and for the change of one
+        slice.
         """
+        change = max((shards.change_bytes for shards in self.buckets), default=0)
+        return change + sum(shards.nbytes for shards in self.buckets)
+
+    def add_bucket(self, bucket: Bucket, plan: ExchangePlan, groups: Groups, *, together: bool = False) -> Shards:
+        """Add a bucket whose parameters are gathered in few bits; the arguments are those of `Shards`."""
         assert self.codec is not None, "parameters are gathered dense"
         if self.alone is not None and not self.buckets:
             connect(self.alone, bucket.device, pairs=False)
-        pool = self._pool.of_bucket(bucket.record)
-        shards = Shards(bucket, plan, groups, self.codec, gauge=self.gauge, scratch=self._scratch, pool=pool)
+        shards = Shards(
+            bucket,
+            plan,
+            groups,
+            self.codec,
+            gauge=self.gauge,
+            scratch=self._scratch,
+            lane=self._lane,
+            together=together,
+        )
         self.buckets.append(shards)
         return shards
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from optimus_cc_ext.collectives.calls import connect
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Bytes
-from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool
+from optimus_cc_ext.collectives.messages import BlockCodecs
 from optimus_cc_ext.collectives.reducers import Reducer, Reduction, SideStream
+from optimus_cc_ext.collectives.ring import Ring
 from optimus_cc_ext.compressors.low_rank import LowRank
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import DataParallelCompressionConfig
@@ -119,8 +120,9 @@ class BucketGroup:
         for bucket, plan, of_megatron in zip(self.plan.buckets, plans, self._buckets, strict=True):
             if plan is not None and plan not in self._made:
                 fused = self._fused if bucket.fused else None
-                pool = self._technique.pool.of_bucket(bucket.record)
-                self._made[plan] = self._technique.bind(plan, of_megatron.device, self.groups, fused, pool)
+                self._made[plan] = self._technique.bind(
+                    plan, of_megatron.device, self.groups, fused, together=self._side is not None or len(plans) > 1
+                )
         return [self._made[plan] for plan in plans if plan is not None]
 
 
@@ -129,7 +131,7 @@ class SelectiveStageCompression(Technique):
 
     Args:
         codecs: the codecs of a block format; None: low rank, with P and Q.
-        pool: memory for messages, shared with the parameter gathers of the same buckets.
+        ring: memory for messages, shared with the gathers of parameters.
     """
 
     def __init__(
@@ -140,9 +142,9 @@ class SelectiveStageCompression(Technique):
         seed: int,
         state_dtype: torch.dtype,
         codecs: BlockCodecs | None = None,
-        pool: MessagePool | None = None,
+        ring: Ring | None = None,
     ) -> None:
-        self._scratch, self.pool = Scratch(), pool or MessagePool()
+        self._scratch, self._lane = Scratch(), (ring or Ring()).lane(urgent=True)
         super().__init__(
             "dp_compression",
             on=config.dp_compression_format == "low-rank",
@@ -222,7 +224,7 @@ class SelectiveStageCompression(Technique):
 
     @property
     def message_bytes(self) -> int:
-        return self.pool.nbytes + sum(reducer.nbytes for reducer in self.reducers)
+        return sum(reducer.nbytes for reducer in self.reducers)
 
     def release(self) -> None:
         """Drop the reducers and their intermediate results; those of a tied embedding only if that stays dense."""
@@ -230,13 +232,14 @@ class SelectiveStageCompression(Technique):
             buckets.release()
         self.reducers = [reducer for buckets in self.buckets for reducer in buckets.reducers]
         self._scratch, self.codecs = Scratch(), None
-        self.pool.release()
+        self._lane.keep([reducer.slices for reducer in self.reducers])
 
     def begin(self, this: Iteration) -> None:
         """Begin a pass, dense during the warm-up."""
         super().begin(this)
         # Reductions left by a failed pass would write into the gradients of this one.
         self.under_way.clear()
+        self._lane.forget()
         self.in_warmup = this.is_among_the_first(self._config.dp_compression_warmup)
 
     @property
@@ -285,21 +288,22 @@ class SelectiveStageCompression(Technique):
         device: torch.device,
         groups: Groups,
         fused: FusedEmbeddingSync | None,
-        pool: MessagePool,
+        *,
+        together: bool,
     ) -> Reducer:
         """Make the reducer of one more bucket.
 
         Args:
             device: the device of the bucket.
             fused: fused embedding synchronisation with its codecs and gauge, if the bucket is a tied embedding's own.
-            pool: memory for its messages, if they are of blocks.
+            together: True if other buckets are reduced meanwhile.
         """
         codecs, gauge = (self.codecs, self.gauge) if fused is None else (fused.bucket_codecs, fused.gauge)
         number = sum(isinstance(reducer, LowRankReducer) for reducer in self.reducers)
         tools = LowRankTools(
-            device=device, codecs=codecs, gauge=gauge, pool=pool, compressor=self.compressor, config=self._config,
-            states=self.states, name=f"bucket {number}", seed=self._seed,
-            salt=f"stage {self.stage} bucket {len(self.reducers)}", state_dtype=self.state_dtype,
+            device=device, codecs=codecs, gauge=gauge, lane=self._lane, together=together,
+            compressor=self.compressor, config=self._config, states=self.states, name=f"bucket {number}",
+            seed=self._seed, salt=f"stage {self.stage} bucket {len(self.reducers)}", state_dtype=self.state_dtype,
             scratch=self._scratch,  # all buckets share the scratch memory, and so one stream
         )  # fmt: skip
         self.reducers.append(plan.bind(groups, tools))

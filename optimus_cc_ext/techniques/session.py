@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool
+from optimus_cc_ext.collectives.messages import BlockCodecs
+from optimus_cc_ext.collectives.ring import Ring, slot_bytes
 from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.fast import fast_codec, fast_compressor
 from optimus_cc_ext.compressors.formats import block_format
@@ -103,17 +104,18 @@ class Session:
         self.backprop = CompressedBackprop(config, fast_compressor(), self.new_codec(config.compressed_backprop_format))
         self.dispatch = ExpertRows(EXPERT_DISPATCH, config, self.new_codec(config.expert_dispatch_format))
         self.expert_gradients = ExpertRows(EXPERT_GRADIENT, config, self.new_codec(config.expert_gradient_format))
-        self._pool = MessagePool()
+        self.ring = Ring()
         self.gradients = SelectiveStageCompression(
             config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype,
-            codecs=self.new_codecs(config.dp_compression_format), pool=self._pool,
+            codecs=self.new_codecs(config.dp_compression_format), ring=self.ring,
         )  # fmt: skip
-        self.parameters = ParamGather(self.new_codec(config.param_gather_format), self._pool)
+        self.parameters = ParamGather(self.new_codec(config.param_gather_format), self.ring)
         self.embedding = FusedEmbeddingSync(
             wanted=config.is_on(EMBEDDING),
             codecs=self.new_codecs(config.fused_embedding_sync_format),
             bucket_codecs=self.new_codecs(config.fused_embedding_sync_format),
             dense_inside=config.is_dense_inside(EMBEDDING), two_levels=config.dp_compression_levels != "one",
+            slot_bytes=slot_bytes(config.message_memory), ring=self.ring,
         )  # fmt: skip
         self.trial: Trial | None = None
         """Trial of what a preset compresses; None: everything is compressed as the configuration says."""
@@ -232,7 +234,7 @@ class Session:
     @property
     def message_bytes(self) -> int:
         """Bytes of memory on this rank for messages of gradients, of the tied embedding and of parameters."""
-        return sum(technique.message_bytes for technique in self.techniques)
+        return self.ring.nbytes + sum(technique.message_bytes for technique in self.techniques)
 
     # -- steps and iterations -----------------------------------------------------------------------------------
 

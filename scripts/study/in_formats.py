@@ -19,8 +19,9 @@ import torch
 from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Leg
-from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool, Tools
+from optimus_cc_ext.collectives.messages import BlockCodecs, Tools
 from optimus_cc_ext.collectives.reducers import Reducer
+from optimus_cc_ext.collectives.ring import Ring
 from optimus_cc_ext.compressors import formats
 from optimus_cc_ext.compressors.formats import Format
 from optimus_cc_ext.patching import around
@@ -48,7 +49,7 @@ class PartsPlan:
         # The parts are under way at the same time, so each has memory and scratch tensors of its own.
         return PartsReducer(self, [
             part.bind(groups, dataclasses.replace(
-                tools, pool=MessagePool(),
+                tools, lane=Ring().lane(),
                 codecs=BlockCodecs(type(sums)(part.formats.gradients, signs=sums._signs), sums),
             ))
             for part in self.parts

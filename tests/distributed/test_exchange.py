@@ -10,7 +10,7 @@ from optimus_cc_ext.collectives import calls
 from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Span, all_reduce, bytes_of, reduce_scatter, sent
-from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool
+from optimus_cc_ext.collectives.messages import BlockCodecs
 from optimus_cc_ext.collectives.reducers import DensePlan, DenseReducer, Reduction
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.fast import fast_codec
@@ -60,7 +60,7 @@ def by_hand(step: int, ranks: int, used: BlockCodecs, sharded: bool, dtype: torc
     """Compute every replica's result shard by shard: sums of decoded messages, encoded and decoded again."""
     template = gradients(0, step, dtype)
     plan = plan_of(template, used, ranks, sharded)
-    layout, message_bytes = plan.layout, plan.message_bytes
+    layout, message_bytes = plan.layouts[0], plan.message_bytes
     sent = []
     for rank in range(ranks):
         sent.append(torch.zeros(ranks, message_bytes[0], dtype=torch.uint8))
@@ -176,9 +176,9 @@ def lost_by_hand(bucket: Bucket, ranks: int, sharded: bool, rank: int) -> tuple[
     used = codecs("int4")
     plan, decoded = plan_of(bucket, used, ranks, sharded), torch.zeros_like(bucket.flat)
     messages = torch.zeros(ranks, plan.message_bytes[0], dtype=torch.uint8)
-    used.gradients.encode(bucket.flat, plan.layout, messages)
-    used.gradients.decode(messages, plan.layout, decoded)
-    others = [piece for index, pieces in enumerate(plan.layout.pieces) if index != rank for piece in pieces]
+    used.gradients.encode(bucket.flat, plan.layouts[0], messages)
+    used.gradients.decode(messages, plan.layouts[0], decoded)
+    others = [piece for index, pieces in enumerate(plan.layouts[0].pieces) if index != rank for piece in pieces]
     values = torch.cat([bucket.flat[piece.start : piece.start + piece.numel] for piece in others]).double()
     found = torch.cat([decoded[piece.start : piece.start + piece.numel] for piece in others]).double()
     return float((values - found).square().sum()), float(values.square().sum())
@@ -200,8 +200,8 @@ def _bytes_and_memory(sharded: bool, whole: bool) -> tuple[int, int, list[str], 
 
     counting("all_to_all_single", ranks)
     counting("all_gather_into_tensor", 1)
-    bucket, gauge, pool = gradients(dist.get_rank(), 0), Gauge(), MessagePool()
-    reducer = bucket.block_reducer(codecs("int4"), sharded, gauge=gauge, pool=pool)
+    bucket, gauge = gradients(dist.get_rank(), 0), Gauge()
+    reducer = bucket.block_reducer(codecs("int4"), sharded, gauge=gauge)
     gauge.begin(True)
     reducer.reduce(bucket.flat, whole)
     measured = gauge.squares()
@@ -214,9 +214,10 @@ def _bytes_and_memory(sharded: bool, whole: bool) -> tuple[int, int, list[str], 
         lost_by_hand(gradients(dist.get_rank(), 0), ranks, sharded, dist.get_rank()), rel=1e-5
     )
     plan = plan_of(bucket, codecs("int4"), ranks, sharded)
+    memory = sum(plan.slice_bytes)
+    assert sum(each.nbytes for each in reducer.slices) == memory and reducer.nbytes == 0
     assert reducer.plan.legs(whole=whole) == plan.legs(whole=whole)
-    assert reducer.nbytes == 0 and pool.nbytes == plan.wire_bytes
-    return counted, bytes_of(plan.legs(whole=whole)).sent, watch.allocated + watch.read_by_host, pool.nbytes, measured
+    return counted, bytes_of(plan.legs(whole=whole)).sent, watch.allocated + watch.read_by_host, memory, measured
 
 
 @KINDS
@@ -271,7 +272,7 @@ def test_shards_hold_every_value_once_and_no_block_holds_values_of_two_parameter
     for number, view in enumerate(bucket.views):
         owner[view.storage_offset() : view.storage_offset() + view.numel()] = number
     seen = torch.zeros_like(owner)
-    layout = plan.layout
+    layout = plan.layouts[0]
     for shard in range(ranks):
         for piece in layout.pieces[shard]:
             for start in range(piece.start, piece.start + piece.numel, BLOCK):
@@ -283,7 +284,7 @@ def test_shards_hold_every_value_once_and_no_block_holds_values_of_two_parameter
                     assert edge - bucket.flat.numel() // ranks <= block.start < block.stop <= edge
         for start, length in layout.dense[shard]:
             seen[start : start + length] += 1
-        own = plan.layout_of(shard)
+        own = plan.own_layouts(shard)[0]
         assert own.pieces[0] == layout.pieces[shard] and own.dense[0] == layout.dense[shard]
         assert own.sections(64, 4) == layout.sections(64, 4)
     assert torch.equal(seen, (owner >= 0).long())
@@ -301,7 +302,7 @@ def test_a_large_bucket_sends_and_keeps_what_was_promised():
         )  # fmt: skip
         ring = (reduce_scatter if sharded else all_reduce)(4 * ends[-1], Span(8))
         assert 0.9 * share < sent(plan.legs()) / ring.nbytes < share
-        assert plan.wire_bytes < 1.15 * ends[-1]
+        assert sum(plan.slice_bytes) < 1.15 * ends[-1]
 
 
 def _in_line(factors: bool, sharded: bool = False) -> tuple[list[str], list[torch.Tensor], list[torch.Tensor]]:
@@ -380,9 +381,9 @@ def _embedding(sharded: bool) -> tuple[torch.Tensor, torch.Tensor]:
     # `make_room` makes one small all-to-all over the union, so that NCCL allocates memory for its connections then. The
     # pair of stages needs no all-to-all.
     assert sent == ([] if sharded else [16 * dist.get_world_size()])
-    memory = technique.message_bytes
+    memory = technique.message_bytes, technique._lane.ring.nbytes
     technique.reduce(gradient)
-    assert technique.message_bytes == memory > 0
+    assert (technique.message_bytes, technique._lane.ring.nbytes) == memory and sum(memory) > 0
     lost, of = technique.gauge.squares()
     assert 0.004 < (lost / of) ** 0.5 < INT8
     return mine, gradient

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.collectives.groups import Groups
-from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool
+from optimus_cc_ext.collectives.messages import BlockCodecs
+from optimus_cc_ext.collectives.ring import Ring
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig
@@ -21,12 +22,12 @@ from tests.forked_ranks import run_ranks
 
 
 class Shared(NamedTuple):
-    """A bucket's parameters and gradients, the bytes of the gather's messages, and those of all memory."""
+    """A bucket's parameters and gradients after two steps, and the bytes of each ring."""
 
     parameters: torch.Tensor
     gradients: torch.Tensor
-    gather_bytes: int
-    announced: int
+    announced: list[int]
+    allocated: list[int]
 
 
 class _Bucket(NamedTuple):
@@ -47,11 +48,11 @@ def _one_memory(*, shared: bool) -> Shared:
     )  # fmt: skip
     codecs = BlockCodecs.of("int8", lambda name: fast_codec(name, seed=1, rotated=True))
     assert codecs is not None
-    pools = [MessagePool()] * 2 if shared else [MessagePool(), MessagePool()]
+    rings = [Ring()] * 2 if shared else [Ring(), Ring()]
     technique = SelectiveStageCompression(
-        config, FastLowRank(), seed=1, state_dtype=torch.float32, codecs=codecs, pool=pools[0]
+        config, FastLowRank(), seed=1, state_dtype=torch.float32, codecs=codecs, ring=rings[0]
     )  # fmt: skip
-    gathers = ParamGather(codecs.gradients, pools[1])
+    gathers = ParamGather(codecs.gradients, rings[1])
     technique.take_stage(0, 2)
     record = BucketRecord(
         numel=4096, dtype=torch.float32, parameters=[ParameterRecord(shape=(60, 64), start=0)],
@@ -60,7 +61,7 @@ def _one_memory(*, shared: bool) -> Shared:
     plan = GroupPlan.of([record], BucketRules(ranks=2, sharded=True, format="int8", gathered="int8"))
     [bucket] = plan.buckets
     assert bucket.gather is not None and bucket.compressed is not None
-    assert bucket.gather.layout is bucket.compressed.layout, "one layout, so that kernels have one table"
+    assert bucket.gather.layouts is bucket.compressed.layouts, "one layout, so that kernels have one table"
     seeded = torch.Generator().manual_seed(dist.get_rank())
     gradients, weights = torch.randn(4096, generator=seeded), torch.ones(4096, dtype=torch.bfloat16)
     groups = Groups(dist.group.WORLD)
@@ -68,7 +69,7 @@ def _one_memory(*, shared: bool) -> Shared:
     found = Bucket(of_megatron, 0, record, gradients.device)
     group = technique.add_group(plan, [found], groups, overlapped=False, fused=None)
     shards = gathers.add_bucket(found, bucket.gather, groups)
-    message, _ = bucket.gather.message_bytes
+    kept = shards.nbytes
     own = weights.view(2, -1)[dist.get_rank()]
     with gathers.updating(of_megatron.buckets):
         own.add_(0.5)
@@ -77,8 +78,11 @@ def _one_memory(*, shared: bool) -> Shared:
     with gathers.updating(of_megatron.buckets):
         own.add_(gradients.view(2, -1)[dist.get_rank()])
     gathers.gather([shards]).wait()
-    said = technique.message_bytes + gathers.message_bytes + (0 if shared else pools[1].nbytes)
-    return Shared(weights, gradients.view(2, -1)[dist.get_rank()].clone(), 2 * message, said)
+    assert kept == gathers.message_bytes and technique.message_bytes == 0
+    return Shared(
+        weights, gradients.view(2, -1)[dist.get_rank()].clone(),
+        [ring.nbytes for ring in rings], [sum(slot.nbytes for slot in ring._free) for ring in rings],
+    )  # fmt: skip
 
 
 def test_gradients_and_parameters_of_a_bucket_use_one_memory_for_their_messages() -> None:
@@ -88,4 +92,5 @@ def test_gradients_and_parameters_of_a_bucket_use_one_memory_for_their_messages(
         strict=True,
     ):
         assert torch.equal(one.parameters, two.parameters) and torch.equal(one.gradients, two.gradients)
-        assert two.announced == one.announced + one.gather_bytes
+        assert one.announced == one.allocated and two.announced == two.allocated
+        assert one.allocated == [max(two.allocated)] * 2 and min(two.allocated) > 0

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Span, reduce_scatter
-from optimus_cc_ext.collectives.messages import MessagePool
 from optimus_cc_ext.collectives.ranges import Range
+from optimus_cc_ext.collectives.ring import Ring
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import FORMATS
@@ -148,7 +148,7 @@ def _allocations() -> list[str]:
     flat, plan = bucket.flat, plan_of(bucket.views, bucket.flat.numel(), torch.bfloat16, codec("int4"))
     shards = Shards(
         MegatronBucket.of(flat), plan, Groups(dist.group.WORLD), codec("int4"), gauge=Gauge(), scratch=Scratch(),
-        pool=MessagePool(),
+        lane=Ring().lane(), together=True,
     )  # fmt: skip
     asked: list[str] = []
     for step in range(2):

@@ -11,7 +11,7 @@ from optimus_cc_ext.collectives import calls
 from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import bytes_of
-from optimus_cc_ext.collectives.messages import BlockCodecs, MessagePool, Tools
+from optimus_cc_ext.collectives.messages import BlockCodecs, Tools
 from optimus_cc_ext.collectives.nodes import Levels, Node
 from optimus_cc_ext.collectives.reducers import DensePlan, DenseReducer, Reducer
 from optimus_cc_ext.compressors.fast import fast_codec
@@ -129,7 +129,7 @@ def by_hand(nodes: int, members: int, used: BlockCodecs) -> torch.Tensor:
     ]
     result = torch.zeros_like(sums[0])
     for place in range(members):
-        layout = plan_of(gradients(0, ranks), used, Levels(nodes=nodes, members=members), place, True).layout
+        layout = plan_of(gradients(0, ranks), used, Levels(nodes=nodes, members=members), place, True).layouts[0]
         messages = []
         for flat in sums:
             messages.append(torch.zeros(nodes, used.gradients.message_bytes(layout, flat.dtype), dtype=torch.uint8))
@@ -211,11 +211,10 @@ def _in_fp32() -> float:
     value = 256.0 if dist.get_rank() % 3 == 0 else 1.0
     bucket, used = Bucket([(96, 32)], parts=dist.get_world_size(), dtype=torch.bfloat16), codecs("exact")
     plan = replace(plan_of(bucket, used, groups.levels, groups.place, True), in_fp32=True)
-    pool = MessagePool().of_bucket(plan)
-    reducer = plan.bind(groups, Tools(device=bucket.flat.device, codecs=used, pool=pool))
+    reducer = plan.bind(groups, Tools(device=bucket.flat.device, codecs=used))
     received, total = reducer._received, reducer._total
-    assert total.data_ptr() + total.nbytes <= received.data_ptr(), "a GPU would write the sum over what it still reads"
-    assert received.data_ptr() + received.nbytes <= total.data_ptr() + pool.nbytes
+    assert received.nbytes == 2 * bucket.flat.numel() and 0 < total.nbytes <= 2 * bucket.flat.numel()
+    assert received.untyped_storage().data_ptr() != total.untyped_storage().data_ptr(), "a GPU would write over sums"
     for _ in range(2):
         bucket.flat.fill_(value)
         reducer.reduce(bucket.flat)

@@ -39,6 +39,14 @@ BY_CONFIG = OptimusConfig(
 )
 
 
+def small_ring(kilobytes: float, slots: int) -> None:
+    """Give messages of gradients and parameters so little memory that the buckets of a tiny model are cut."""
+    from optimus_cc_ext.techniques import bucket_rules, session
+
+    session.Ring = functools.partial(session.Ring, slots)  # type: ignore[misc, assignment]
+    bucket_rules.slot_bytes = session.slot_bytes = lambda megabytes: int(kilobytes * 1000) // slots
+
+
 def compress_by_config() -> None:
     """Compress the model that Megatron sets up as a training loop of one's own does, without our flags."""
     from megatron.training import get_args, training

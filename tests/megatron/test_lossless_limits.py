@@ -230,7 +230,10 @@ def test_traffic_of_fe_follows_the_arithmetic(runs):
     for rank in runs.ranks:
         raw, sent = rank.ours.traffic["embedding"]
         steps = len(rank.losses)
-        assert (raw, sent) == (steps * raw_share * embedding_bytes, steps * sent_share * embedding_bytes)
+        # Where Megatron saves gradients, it asks for whole ones, whose sum sends V/D more than that of a shard.
+        whole = steps // 2 if table.SHARDED in runs.spec.flags else 0
+        assert raw == steps * raw_share * embedding_bytes
+        assert sent == (steps * sent_share + 0.5 * whole) * embedding_bytes
 
 
 def saved_gradients(folder: Path) -> dict[str, torch.Tensor]:

@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.collectives.messages import MessagePool
-from tests.forked_ranks import run_ranks
 from tests.megatron import interventions
 from tests.megatron import runs as table
 from tests.megatron.runs import BALANCED, INTERLEAVED, NO_DROPOUT, OVERLAPPED, PP2_DP2, SMALL_BUCKETS
 from tests.megatron.specs import Layout, RunSpec, full, in_ci, uses
-from tests.pretended_streams import GPU, Stream, pretend, report
-from tests.stream_memory import Report
+from tests.pretended_streams import pretend, report
 
 FLAGS = f"{NO_DROPOUT} --bf16 {OVERLAPPED}"
 DP2: Layout = (2, "")
@@ -37,9 +34,14 @@ STEPWISE = f"{INTERLEAVED} --ckpt-format torch"
 IN_STEP = watched("gathered in the step", BALANCED, f"{STEPWISE} --overlap-param-gather-with-optimizer-step")
 AFTER_STEP = watched("gathered after the step", BALANCED, STEPWISE)
 TWO_LEVELS = watched("two levels", BALANCED, layout=(4, ""), before=(partial(interventions.nodes_of, 2),))
+IN_SLICES = [
+    watched(f"slices, {slots} slots", BALANCED, before=(partial(interventions.small_ring, 4 * slots, slots),))
+    for slots in (1, 2, 3)
+]
 
 
 @uses(
+    *map(full, IN_SLICES),
     full(watched("vanilla", None)),
     full(watched("balanced", BALANCED)),
     full(watched("blocks on all links", f"{table.BLOCKS_WITH_LEP} {table.FE} --fused-embedding-sync-format int8")),
@@ -101,23 +103,6 @@ MUTANTS: dict[str, Callable[[], None]] = {
 def test_a_wait_that_is_missing_is_seen(runs):
     for rank in runs.ranks:
         assert rank.probed.counts["races"] > 0 and rank.probed.faults
-
-
-def _grown() -> Report:
-    """Let the messages of a bucket grow while a stream writes those that are there."""
-    pretend()
-    pool = MessagePool().of_bucket("bucket")
-    memory, side = pool.take(64, torch.device("cpu")), Stream(name="side")
-    side.wait_stream(GPU.main)
-    with torch.cuda.stream(side):
-        memory.add_(1)
-    assert pool.take(128, torch.device("cpu"))[:64].sum() == 64
-    return report()
-
-
-def test_memory_for_messages_grows_when_no_stream_uses_it() -> None:
-    [found] = run_ranks(1, _grown)
-    assert found.faults == []
 
 
 # -- one queue of work, CUDA_DEVICE_MAX_CONNECTIONS=1 -----------------------------------------------------------------

@@ -165,17 +165,19 @@ def test_memory_holds_residuals_and_says_by_how_much_it_does_not_fit() -> None:
     assert memory(JOB, low_rank)["compression"] == pytest.approx(matrices, rel=0.35)
     halved = replace(low_rank, compression_state_dtype="bf16")
     assert memory(JOB, halved)["compression"] == memory(JOB, low_rank)["compression"] / 2
-    # int8 messages have 8.125 bits a value in each of two directions; the residual of an activation gradient is in
-    # bf16.
-    int8 = OptimusConfig(dp_compression_format="int8")
+    # int8 messages have 8.125 bits a value in each of two directions, up to a bound; the residual of an activation
+    # gradient is in bf16.
+    int8 = OptimusConfig(dp_compression_format="int8", message_memory=10_000)
     assert memory(JOB, int8)["compression"] == pytest.approx(2 * 8.125 / 8 * JOB.stage_parameters)
+    assert memory(JOB, replace(int8, message_memory=256))["compression"] == 256e6
     lep = OptimusConfig(compressed_backprop_format="int4", lazy_error_propagation=True)
     assert memory(JOB, lep)["compression"] == 2 * JOB.rows * JOB.model.hidden
     messages = OptimusConfig(compressed_backprop_format="low-rank", lazy_error_propagation=True)
     assert memory(JOB, messages)["compression"] == 4 * (JOB.rows + 16) * JOB.model.hidden
-    # int4 messages of all parameters have 4.125 bits a value; a rank keeps its own quarter twice, in bf16.
+    # int4 messages have 4.125 bits a value; a rank keeps its own quarter encoded and in bf16.
     gather, parameters = OptimusConfig(param_gather_format="int4"), JOB.stage_parameters + JOB.embedding_share
-    assert memory(JOB, gather)["compression"] == pytest.approx((4.125 / 8 + 2 * 2 / JOB.dp) * parameters)
+    kept, under_way = (4.125 / 8 + 2) / JOB.dp * parameters, 4.125 / 8 * parameters
+    assert memory(JOB, gather)["compression"] == pytest.approx(kept + under_way)
     big = Job(model=MODELS["175b"], gpus=64, tp=8, pp=4, batch=64)
     with pytest.raises(PlanError, match=r"does not fit: a rank needs \d+\.\d GB, \d+\.\d GB more than the A100 has"):
         check_memory(CLUSTER, big)

@@ -242,12 +242,12 @@ def test_bytes_of_a_tied_embedding_are_its_own_class_wherever_it_lies():
 
 def test_rules_are_what_the_configuration_says_and_tests_may_put_a_format_that_loses_nothing_in_its_place():
     config = OptimusConfig(
-        dp_compression_format="int4", fused_embedding_sync=True,
-        fused_embedding_sync_format="int8", param_gather_format="int4", dp_compression_rank=7,
+        dp_compression_format="int4", fused_embedding_sync=True, fused_embedding_sync_format="int8",
+        param_gather_format="int4", dp_compression_rank=7, message_memory=30,
     )  # fmt: skip
     rules = BucketRules.of(config, ranks=8, sharded=True, fused=True)
     assert rules == BucketRules(
-        ranks=8, sharded=True, format="int4", sums="int8", rank=7, fused="int8", gathered="int4"
+        ranks=8, sharded=True, format="int4", sums="int8", rank=7, fused="int8", gathered="int4", slot_bytes=10_000_000
     )  # fmt: skip
     assert BucketRules.of(config, ranks=8, sharded=True, fused=False).fused is None
     in_exact = OptimusConfig(dp_compression_format="int4", _exact_blocks=True)
@@ -277,7 +277,7 @@ def test_a_model_on_the_meta_device_has_a_plan_that_answers_for_bytes_and_memory
     # The message with the biases is the longest, and all others are padded to its length: 20 KB of 1.1 MB.
     values = 2 * 1024 * 4096
     assert sent(blocks.compressed.legs()) == pytest.approx(values * (0.5 + 2 / 128) * 3 / 4, rel=0.02)
-    assert blocks.compressed.wire_bytes == pytest.approx(2 * values * (0.5 + 2 / 128), rel=0.02)
+    assert sum(blocks.compressed.slice_bytes) == pytest.approx(2 * values * (0.5 + 2 / 128), rel=0.02)
 
 
 def test_parameters_are_gathered_in_blocks_where_an_optimizer_keeps_master_copies_of_all_of_them():

@@ -81,14 +81,14 @@ def test_layouts_are_those_of_a_literal_walk_over_every_element(bucket, sharded)
     plan = plan_of(numel, coded, dense, ranks, sharded)
     of_codes = [blocks_of(runs) for runs in cut_literally(coded, ranks, sharded, numel, BLOCK)]
     of_values = [[e for run in runs for e in run] for runs in cut_literally(dense, ranks, sharded, numel, 1)]
-    layout = plan.layout
+    layout = plan.layouts[0]
     assert layout.messages == ranks
     assert layout.blocks == max(map(len, of_codes)) and layout.dense_numel == max(map(len, of_values))
     for shard in range(ranks):
         assert blocks_in(layout, shard) == of_codes[shard]
         assert [e for at, n in layout.dense[shard] for e in range(at, at + n)] == of_values[shard]
         start = shard * (numel // ranks)
-        own = plan.layout_of(shard, start)
+        own = plan.own_layouts(shard, (start,))[0]
         assert [[e + start for e in block] for block in blocks_in(own, 0)] == of_codes[shard]
         assert [e + start for at, n in own.dense[0] for e in range(at, at + n)] == of_values[shard]
         assert own.messages == 1 and own.sections(64, 4) == layout.sections(64, 4)
@@ -114,10 +114,10 @@ def make_layouts(parameters: int, ranks: int) -> list[BlockLayout]:
     made = []
     for sharded in (True, False):
         plan = plan_of(numel, coded, dense, ranks, sharded)
-        made += [plan.layout, plan.layout_of(ranks - 1)]
-        assert sent(plan.legs()) > 0 and plan.wire_bytes > 0
+        made += [plan.layouts[0], plan.own_layouts(ranks - 1)[0]]
+        assert sent(plan.legs()) > 0 and plan.slice_bytes[0] > 0
     gather = plan_of(numel, coded, dense, ranks, sharded=True)  # this plan is the one for the gather of parameters
-    return [*made, gather.layout, gather.layout_of(ranks - 1, numel - numel // ranks)]
+    return [*made, gather.layouts[0], gather.own_layouts(ranks - 1, (numel - numel // ranks,))[0]]
 
 
 def lines_run(parameters: int, ranks: int) -> int:

@@ -90,7 +90,7 @@ class TestRandomPlans:
     @pytest.mark.parametrize("seed", range(20))
     def test_messages_of_any_plan_are_torchs(self, seed: int) -> None:
         random = Random(seed)
-        layout, numel = (plan := _plan(random)).layout, plan.numel
+        layout, numel = (plan := _plan(random)).layouts[0], plan.numel
         format, rotated = random.choice(CODED)
         dtype, signs = random.choice(DTYPES), SIGNS if rotated else None
         ours, torchs = TritonCodec(format, signs=signs), Codec(format, signs=signs)

@@ -13,6 +13,7 @@ from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.legs import Bytes, Span, all_reduce, bytes_of
 from optimus_cc_ext.collectives.messages import Formats
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels, Node
+from optimus_cc_ext.collectives.ring import Exchanged, slot_bytes, slots_bytes
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
     CLASSES,
@@ -61,6 +62,10 @@ class Gpt:
     expert_replicas: int = 0
     """Number of replicas of each routed expert; 0: experts lie among the other parameters."""
 
+    overlaps_gradients: bool = False
+    overlaps_parameters: bool = False
+    """True if several buckets are reduced at once (`--overlap-grad-reduce`), or gathered (`--overlap-param-gather`)."""
+
 
 def gpt_from(args: argparse.Namespace, *, trained_here: bool = False) -> Gpt:
     """Read the model from Megatron's validated arguments; `stages_of` has the argument and what it raises."""
@@ -80,6 +85,8 @@ def gpt_from(args: argparse.Namespace, *, trained_here: bool = False) -> Gpt:
         gradient_dtype=torch.float32 if in_fp32 else args.params_dtype,
         parameter_dtype=args.params_dtype,
         tensor_parallel=tp,
+        overlaps_gradients=args.overlap_grad_reduce,
+        overlaps_parameters=args.overlap_param_gather,
         mixture=ExpertLayers.of(args) if args.moe_token_dispatcher_type == "alltoall" else NO_EXPERT_LAYERS,
         expert_replicas=args.world_size // (args.pipeline_model_parallel_size * experts)
         if args.expert_model_parallel_size > 1
@@ -342,31 +349,38 @@ def compression_memory(
     union = nccl and config.is_on(EMBEDDING) and not layout.distributed_optimizer
     return {
         COMPRESSION_STATE: max(nbytes + link * (stage in senders) for stage, nbytes in enumerate(states)),
-        MESSAGE_BUFFERS: max(sum(_messages(plan, gpt, layout, config, on) for plan in plans) for plans in stages),
+        MESSAGE_BUFFERS: max(_messages(plans, gpt, layout, config, on) for plans in stages),
         COMMUNICATORS: communicator_bytes(2 * layout.data_parallel) if union else 0,
     }
 
 
-def _messages(plan: GroupPlan, gpt: Gpt, layout: Layout, config: OptimusConfig, on: OnNodes) -> int:
-    """Return a rank's bytes for messages of a group's gradients and parameters, for its shard before the step, and for
-    the change of its shard.
+def _messages(plans: Sequence[GroupPlan], gpt: Gpt, layout: Layout, config: OptimusConfig, on: OnNodes) -> int:
+    """Return a rank's bytes for messages of its gradients and parameters, for its shards before the step, and for the
+    change of a slice.
     """
-    found, formats, dtype = 0, _formats(config, on), gpt.gradient_dtype
-    for bucket in plan.buckets:
+    found, change, formats, dtype = 0, 0, _formats(config, on), gpt.gradient_dtype
+    gradients, parameters, embedding = list[Exchanged](), list[Exchanged](), list[Exchanged]()
+    for bucket in (bucket for plan in plans for bucket in plan.buckets):
         reduction, gather = bucket.compressed, bucket.gather
-        gathered = 0 if gather is None else gather.ranks * gather.message_bytes[0]
-        # Messages of gradients in blocks and of parameters use one memory.
-        shared = min(reduction.wire_bytes, gathered) if isinstance(reduction, ExchangePlan) else 0
-        found += gathered - shared + (reduction.wire_bytes if reduction else 0)
+        if isinstance(reduction, LowRankPlan):
+            found += reduction.wire_bytes
+        elif isinstance(reduction, ExchangePlan):
+            gradients.append(Exchanged(reduction.slice_bytes, gpt.overlaps_gradients))
         if gather is not None:
-            found += 2 * bucket.record.numel // gather.ranks * gpt.parameter_dtype.itemsize
-    if plan.tied_bytes and config.is_on(EMBEDDING) and formats is not None:
-        numel = plan.tied_bytes // dtype.itemsize
-        if layout.distributed_optimizer:
-            found += 2 * message_bytes(formats.gradients, numel // layout.owners, dtype)
-        else:
-            found += plan_of_union(numel, dtype, 2 * layout.data_parallel, formats, on.union).wire_bytes
-    return found
+            parameters.append(Exchanged(gather.gather_bytes, gpt.overlaps_parameters))
+            width, spans = gpt.parameter_dtype.itemsize, [layout.span(0) for layout in gather.layouts]
+            found += gather.message_bytes[0] + bucket.record.numel // gather.ranks * width
+            change = max(change, max(end - start for start, end in spans) * width)
+    for numel in (plan.tied_bytes // dtype.itemsize for plan in plans if plan.tied_bytes):
+        if config.is_on(EMBEDDING) and formats is not None:
+            if layout.distributed_optimizer:
+                found += 2 * message_bytes(formats.gradients, numel // layout.owners, dtype)
+            else:
+                union = plan_of_union(
+                    numel, dtype, 2 * layout.data_parallel, formats, on.union, 0, slot_bytes(config.message_memory)
+                )
+                embedding.append(Exchanged(union.slice_bytes, together=False))
+    return found + change + slots_bytes((gradients, parameters, embedding))
 
 
 def without_gain(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> list[str]:

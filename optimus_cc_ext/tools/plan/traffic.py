@@ -270,22 +270,25 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
     """Return the bytes that a rank of the first stage, which needs most, uses for each purpose."""
     own, routed = job.parameters_on(0) + job.embeddings_on(0), job.routed_on(0)
     parameters, shards = own + routed, job.instances * (own / job.replicas + routed / job.expert_replicas)
-    width, ours = 4 if config.compression_state_dtype == "fp32" else 2, 0.0
+    width, ours, ring = 4 if config.compression_state_dtype == "fp32" else 2, 0.0, 0.0
     gradients, messages, gathered = map(config.format_of, (DP_GRADIENTS, PIPELINE_BACKWARD, PARAM_GATHER))
     if gradients == "low-rank":
         small, covered = low_rank_values(job, config)
         ours += width * ((covered if config.dp_error_feedback else 0) + small)
     elif block_format(gradients):
-        # Memory holds buffers for the messages of gradients in both phases; the sums reuse the first ones.
-        ours += 2 * format_named(gradients).bits_per_value / 8 * (job.parameters_on(0) + routed)
+        # Messages of gradients go in both directions, and the sums reuse their memory.
+        ring = 2 * format_named(gradients).bits_per_value / 8 * (job.parameters_on(0) + routed)
     if block_format(messages) and config.lazy_error_propagation:
         ours += job.value_bytes * job.vpp * job.message_rows * job.model.hidden
     if config.remembers(PIPELINE_BACKWARD):
         residual = job.message_rows if config.lazy_error_propagation else 0
         ours += width * job.vpp * (residual + config.compressed_backprop_rank) * job.model.hidden
     if block_format(gathered):
-        # The gather keeps messages of all shards, this rank's shard before the step, and the change of one shard.
-        ours += format_named(gathered).bits_per_value / 8 * parameters + 2 * job.value_bytes * shards
+        # The gather keeps this rank's message until it is sent, and its shard before the step.
+        coded = format_named(gathered).bits_per_value / 8
+        ours += (coded + job.value_bytes) * shards
+        ring = max(ring, coded * parameters)
+    ours += min(ring, config.message_memory * 1e6)
     rows = max(map(config.format_of, (EXPERT_DISPATCH, EXPERT_GRADIENT)), key=_row_bits)
     if block_format(rows):
         # An exchange keeps two messages and the decoded tokens.

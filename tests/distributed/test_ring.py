@@ -1,0 +1,241 @@
+"""The ring of message buffers: exchanges cut into slices give the same bits, within the memory that they were given."""
+
+from contextlib import nullcontext
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.collectives import exchange
+from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.messages import BlockCodecs, Tools
+from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
+from optimus_cc_ext.collectives.ranges import portions
+from optimus_cc_ext.collectives.reducers import Reducer, Reduction
+from optimus_cc_ext.collectives.ring import Ring, Slice, _Slot
+from optimus_cc_ext.compressors import blocks
+from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.techniques.bucket import Bucket as MegatronBucket
+from optimus_cc_ext.techniques.bucket_plan import BucketRecord, gather_plan
+from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
+from optimus_cc_ext.techniques.param_gather import ParamGather
+from tests.distributed.buckets import Bucket
+from tests.forked_ranks import run_ranks
+from tests.pretended_streams import Stream, pretend, report
+from tests.stream_memory import Report
+
+RANKS = 4
+SHAPES = [(48, 128), (7,), (96, 128), (300,), (5, 9), (33, 128), (32,)]
+BUCKETS = 5
+PART = 4
+"""Blocks that the encoder takes at once in these tests, in place of 2,048: slices are cut between such parts."""
+
+
+class Found(NamedTuple):
+    flats: list[torch.Tensor]
+    slices: int
+    nbytes: int
+    """Bytes of message memory, as the ring counts them beforehand."""
+
+    allocated: int
+
+
+def codecs() -> BlockCodecs:
+    return BlockCodecs(*(fast_codec(name, seed=1, rotated=True) for name in ("int4", "int8")))
+
+
+def bucket_of(index: int, dtype: torch.dtype) -> Bucket:
+    bucket = Bucket(SHAPES, parts=RANKS * 64, dtype=dtype)
+    bucket.flat.normal_(generator=torch.Generator().manual_seed(100 * index + dist.get_rank()))
+    return bucket
+
+
+def _slot(limit: float | None, slots: int) -> int | None:
+    blocks.AT_ONCE = exchange.AT_ONCE = exchange._GRAIN = PART
+    return None if limit is None else int(limit) // slots
+
+
+def _groups(levels: Levels) -> Groups:
+    if not levels.two:
+        return Groups(dist.group.WORLD)
+    nodes = [dist.new_group([2 * node, 2 * node + 1]) for node in range(2)]
+    rails = [dist.new_group([place, place + 2]) for place in range(2)]
+    rank = dist.get_rank()
+    return Groups(dist.group.WORLD, levels, nodes[rank // 2], rails[rank % 2], 2)
+
+
+def _reduced(sharded: bool, whole: bool, levels: Levels, dtype: torch.dtype, limit: float | None, slots: int) -> Found:
+    """Begin the reductions of all buckets one after the other, as a backward pass does, and then wait for each."""
+    dist.init_process_group("gloo")
+    ring, slot, groups = Ring(slots), _slot(limit, slots), _groups(levels)
+    lane, used = ring.lane(urgent=True), codecs()
+    buckets, reducers = [bucket_of(index, dtype) for index in range(BUCKETS)], list[Exchange]()
+    for bucket in buckets:
+        coded, dense = bucket.ranges
+        plan = ExchangePlan(
+            numel=bucket.flat.numel(), coded=coded, dense=dense, dtype=dtype, ranks=RANKS, sharded=sharded,
+            formats=used.formats, levels=levels, place=groups.place, slot_bytes=slot,
+        )  # fmt: skip
+        reducers.append(plan.bind(groups, Tools(device=bucket.flat.device, codecs=used, lane=lane, together=True)))
+    expected, under_way = ring.nbytes, list[Reducer]()
+    for _ in range(2):
+        reductions = [
+            Reduction([reducer], [bucket.flat], under_way, None, whole=whole)
+            for reducer, bucket in zip(reducers, buckets, strict=True)
+        ]
+        for reduction in reductions:
+            reduction.wait()
+    read = slice(None) if whole or not sharded else slice(*_own(groups, buckets[0].flat.numel()))
+    return Found([bucket.flat[read].clone() for bucket in buckets], len(plan.layouts), expected, _allocated(ring))
+
+
+def _own(groups: Groups, numel: int) -> tuple[int, int]:
+    start, length = groups.own_range(numel)
+    return start, start + length
+
+
+def _allocated(ring: Ring) -> int:
+    assert not ring._under_way and not ring._waiting
+    return sum(slot.nbytes for slot in ring._free)
+
+
+def _gathered(dtype: torch.dtype, limit: float | None, slots: int) -> Found:
+    """Update all shards of all buckets, begin all gathers, and then wait for each, as a forward pass does."""
+    dist.init_process_group("gloo")
+    ring, slot = Ring(slots), _slot(limit, slots)
+    gathers, groups = ParamGather(codecs().gradients, ring), Groups(dist.group.WORLD)
+    found, flats = [], []
+    for index in range(BUCKETS):
+        bucket = Bucket(SHAPES, parts=RANKS * 64, dtype=dtype)
+        bucket.flat.normal_(generator=torch.Generator().manual_seed(index))
+        parameters = [ParameterRecord(shape=tuple(v.shape), start=int(v.storage_offset())) for v in bucket.views]
+        record = BucketRecord(numel=bucket.flat.numel(), dtype=dtype, parameter_dtype=dtype, parameters=parameters)
+        plan = gather_plan(record, "int4", RANKS, slot)
+        found.append(gathers.add_bucket(MegatronBucket.of(bucket.flat), plan, groups, together=True))
+        flats.append(bucket.flat)
+    expected = ring.nbytes
+    for _ in range(2):
+        with gathers.updating([shards.bucket.of_megatron for shards in found]):
+            for index, flat in enumerate(flats):
+                own = flat.view(RANKS, -1)[dist.get_rank()]
+                own.add_(torch.randn(own.shape, generator=torch.Generator().manual_seed(dist.get_rank() + 9 * index)))
+        under_way = [gathers.gather([shards]) for shards in found]
+        for each in under_way:
+            each.wait()
+    return Found(flats, len(plan.layouts), expected, _allocated(ring))
+
+
+KINDS: dict[str, Any] = {
+    "shards": partial(_reduced, True, False, ONE_LEVEL),
+    "gathered shards": partial(_reduced, True, True, ONE_LEVEL),
+    "whole": partial(_reduced, False, False, ONE_LEVEL),
+    "whole, two levels": partial(_reduced, False, False, Levels(nodes=2, members=2)),
+    "shards, two levels": partial(_reduced, True, False, Levels(nodes=2, members=2)),
+    "instances": partial(_reduced, True, False, Levels(nodes=2, members=2, instances=True)),
+    "parameters": _gathered,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_give_the_bits_of_one_message_and_memory_stays_below_its_bound(kind: str, dtype: torch.dtype) -> None:
+    one = run_ranks(RANKS, KINDS[kind], dtype, None, 3)
+    for slots in (1, 3):
+        bound = slots * one[0].nbytes / 3 / 2.5
+        for alone, sliced in zip(one, run_ranks(RANKS, KINDS[kind], dtype, bound, slots), strict=True):
+            assert alone.slices == 1 and sliced.slices > 2
+            assert all(map(torch.equal, alone.flats, sliced.flats))
+            assert sliced.allocated == sliced.nbytes <= bound < alone.nbytes == alone.allocated
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ranges_are_cut_where_the_encoder_and_the_sum_of_messages_compute_the_same_bits(seed: int) -> None:
+    random = Random(seed)
+    tail = random.choice([0, 1, 2, 3, 4, 63, 64 + 2, random.randrange(blocks.AT_ONCE)])
+    coded = random.randrange(3) * blocks.AT_ONCE + tail + 1
+    numel = coded * blocks.BLOCK - random.randrange(blocks.BLOCK)
+    used, senders = codecs().gradients, [torch.randn(numel, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+
+    def summed(ranges: list[tuple[int, int]]) -> torch.Tensor:
+        layout, out = blocks.BlockLayout([ranges]), torch.zeros(numel)
+        messages = torch.zeros(2, used.message_bytes(layout, torch.float32), dtype=torch.uint8)
+        for values, message in zip(senders, messages, strict=True):
+            used.encode(values, layout, message[None])
+        used.decode_add(messages, layout, 0, out)
+        return out
+
+    for count in (2, 3, 7):
+        cut = portions([(0, numel)], count, blocks.BLOCK, partial(exchange._unit, blocks.AT_ONCE))
+        assert torch.equal(sum(map(summed, filter(None, cut)), start=torch.zeros(numel)), summed([(0, numel)]))
+
+
+def test_a_bound_below_a_block_to_each_rank_is_refused_with_the_smallest_that_works() -> None:
+    plan = partial(
+        ExchangePlan, numel=1 << 20, coded=[(0, 1 << 20)], dtype=torch.float32, ranks=512, sharded=True,
+        formats=codecs().formats,
+    )  # fmt: skip
+    with pytest.raises(FlagError) as refused:
+        assert plan(slot_bytes=1000).layouts
+    assert refused.value.args[0].startswith("--message-memory: messages of one block to each of 512 ranks need 0.29 MB")
+    assert "Give at least 1" in str(refused.value)
+    assert len(plan(slot_bytes=1_000_000 // 3).layouts) > 1
+
+
+class _Written(Slice):
+    """Slice that writes its memory when it begins, and reads it when it ends."""
+
+    memory = torch.empty(0)
+
+    def begin(self, memory: torch.Tensor) -> None:
+        self.memory = memory.add_(1)
+
+    def end(self) -> None:
+        self.memory.add(1)
+
+
+def _on_two_streams(waits: bool) -> Report:
+    """Let slices of two streams, which never wait for each other, use one slot."""
+    pretend()
+    if not waits:
+        _Slot.take = lambda self, nbytes: self._memory[:nbytes]  # type: ignore[method-assign]
+    ring, side = Ring(slots=1), Stream(name="side")
+    lane = ring.lane(urgent=True)
+    slices = [_Written(64, torch.device("cpu")) for _ in range(4)]
+    lane.reserve(slices, together=True)
+    for index, each in enumerate(slices):
+        with torch.cuda.stream(side) if index % 2 else nullcontext():
+            lane.submit([each])
+    with torch.cuda.stream(side):
+        lane.end(slices)
+    return report()
+
+
+def test_a_slot_that_another_stream_used_last_is_waited_for() -> None:
+    [waiting] = run_ranks(1, _on_two_streams, True)
+    [early] = run_ranks(1, _on_two_streams, False)
+    assert waiting.faults == [] and early.faults
+
+
+def _forgotten() -> tuple[list[int], int]:
+    """Begin slices of a pass that fails, and then those of the next pass."""
+    dist.init_process_group("gloo")
+    lane = (ring := Ring(slots=2)).lane()
+    left, after = ([_Written(64, torch.device("cpu")) for _ in range(3)] for _ in range(2))
+    for slices in (left, after):
+        lane.reserve(slices, together=False)
+    lane.submit(left)
+    lane.forget()
+    lane.submit(after)
+    lane.end(after)
+    return [int(each.memory.sum()) for each in (*left, *after)], len(ring._free)
+
+
+def test_what_a_failed_pass_left_under_way_neither_ends_nor_gives_its_slot_to_another() -> None:
+    [(written, free)] = run_ranks(1, _forgotten)
+    # The third one of the next pass uses the slot of the first one again.
+    assert written == [64, 64, 0, 128, 64, 128] and free == 2
