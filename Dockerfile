@@ -25,13 +25,13 @@ FROM ${BASE_IMAGE}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
 # Unless this index is given, the base image's own setting holds.
-ARG PIP_INDEX_URL
+ARG PIP_INDEX_URL=""
 # "yes" switches the base image's pip constraints off.
-ARG IGNORE_CONSTRAINTS
+ARG IGNORE_CONSTRAINTS=""
 # Extras of pyproject.toml: add eval for scripts/eval, wandb for Megatron's logging to it.
 ARG EXTRAS=data,report
 # Names, of transformer_engine, apex and fused_weight_gradient_mlp_cuda, that the base image may lack; "all" for all.
-ARG ALLOW_MISSING
+ARG ALLOW_MISSING=""
 WORKDIR /tmp/optimus-cc
 # Dependencies have a layer of their own below the sources, so that an edit of the sources repeats no download.
 COPY requirements.lock requirements-eval.lock pyproject.toml ./
@@ -55,7 +55,7 @@ ENV PYTHONUNBUFFERED=1 MEGATRON_LM=/opt/megatron-lm
 
 ARG BASE_IMAGE
 # The digest of BASE_IMAGE, behind its @; scripts/slurm/build_image.sbatch gives it.
-ARG BASE_DIGEST
+ARG BASE_DIGEST=""
 ARG MEGATRON_LM_TAG=core_v0.19.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="optimus_cc_ext" \

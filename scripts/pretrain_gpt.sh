@@ -25,6 +25,7 @@
 # checkpoints
 #   CHECKPOINT_DIR      saved to, and resumed from if it holds a checkpoint; "none" to save nothing
 #                       (checkpoints/gpt-MODEL-PRESET, in the current folder; without ours, PRESET is vanilla)
+#   CONTINUE            yes: go on from a checkpoint of another shape or of other flags of compression
 #   SAVE_INTERVAL       iterations between two checkpoints (1000)
 # layout; data parallelism uses the ranks that tensor and pipeline parallelism leave
 #   TENSOR_PARALLEL     (1)
@@ -106,8 +107,10 @@ given() { # FLAG...: succeeds if one of these is among the user's flags
   return 1
 }
 
-# Beginnings of the flags that switch classes of traffic on.
-compressing='^--(compressed-backprop|dp-compression|fused-embedding|embedding-|param-gather-format|pipeline-forward-format|expert-)'
+# Beginnings of the flags that say what is compressed and how, with those of the paper's artifact.
+compressing='^--(no-)?(optimus-cc|pipeline-forward-format|compressed-backprop|lazy-error|residual-across|fused-embedding-sync'
+compressing+='|dp-(compression|error-feedback)|param-gather-format|expert-(dispatch|gradient)-format|compression-(seed|state)'
+compressing+='|block-rotation|only-between-nodes|exact-blocks|(inter_|selective_)?grad_comp|emb_comm_opt|use_error_feedback|comp_seed)'
 
 arguments=()
 value_of() { # FLAG: its value on the command line; the last one counts
@@ -256,8 +259,13 @@ fi
 # A job in an image has its Python in there, so a check outside needs none.
 if ! python="$(find_python "$root")"; then
   { [[ -n "${IMAGE:-}" ]] && { "$check" || "$dry_run"; }; } ||
-    refuse PATH "there is no 'python' on it, and no .venv in $root" "Run scripts/setup_env.sh"
+    refuse PATH "there is no 'python' on it, and no .venv in $root that you may run" "Run scripts/setup_env.sh"
   python=python
+fi
+home="$root" python_there="$python"
+if [[ -n "${IN_IMAGE:-}" ]]; then # a dry run shows the command that the image's own launcher makes
+  home=/opt/optimus-cc python_there=python PYTHONPATH=""
+  program=(-m optimus_cc_ext "${MEGATRON_LM:-/opt/megatron-lm}/pretrain_gpt.py")
 fi
 
 # --- flags
@@ -298,6 +306,8 @@ if ! given --mock-data --data-path --data-args-path --train-data-path --per-spli
       # A blend of datasets has weights between the prefixes.
       [[ "$prefix" =~ ^[0-9.]+$ ]] || needed DATA_PATH "$prefix.idx"
     done
+    [[ ${#prefixes[@]} == 1 || ! -e "$DATA_PATH.idx" ]] ||
+      refuse DATA_PATH "'$DATA_PATH' has a space in it, and is taken for a blend" "Give a link without a space"
     arguments+=(--data-path "${prefixes[@]}")
     default --split 949,50,1
   fi
@@ -330,7 +340,7 @@ if [[ -z "${CHECKPOINT_DIR:-}" ]]; then
     for other in "$PWD/checkpoints/gpt-$MODEL"{,-vanilla,-paper,-balanced,-compressed}; do
       [[ ! -f "$other/latest_checkpointed_iteration.txt" ]] ||
         refuse CHECKPOINT_DIR "it is not set, its default '$CHECKPOINT_DIR' holds no checkpoint, and '$other' does" \
-          "CHECKPOINT_DIR=$other goes on from it, CHECKPOINT_DIR=$CHECKPOINT_DIR starts anew"
+          "CHECKPOINT_DIR=$other CONTINUE=yes goes on from it, CHECKPOINT_DIR=$CHECKPOINT_DIR starts anew"
     done
   fi
 fi
@@ -355,6 +365,23 @@ if ! $dry_run && [[ "$folder" != 1 ]]; then
   rmdir "$probe"
 fi
 
+# A run that goes on has the model's shape and the compression of the one that it continues.
+settings() {
+  local word lines=()
+  for word in "${arguments[@]/=/ }" "${flags[@]/=/ }"; do
+    if [[ "$word" == --* ]]; then lines+=("$word"); else lines[-1]+=" $word"; fi
+  done
+  printf '%s\n' "${lines[@]}" | grep -E -e "$compressing" \
+    -e '^--(num-layers|hidden-size|num-attention-heads|ffn-hidden-size|num-experts) ' | sort
+}
+record="$folder/trained-with.txt"
+if ! $dry_run && [[ -f "$folder/latest_checkpointed_iteration.txt" && -f "$record" && "${CONTINUE:-}" != yes ]]; then
+  differs="$(diff <(settings) "$record" | sed -n 's/^< /now /p; s/^> /then /p' | paste -sd';')" || true
+  [[ -z "$differs" ]] ||
+    refuse CHECKPOINT_DIR "the checkpoint in '$folder' was trained with other flags: $differs" \
+      "Give another folder, or CONTINUE=yes to go on from it"
+fi
+
 # Each rank is bound to the processors and memory next to its GPU, if that works here; training needs no binding.
 binding=()
 bind_to_nodes() {
@@ -370,12 +397,12 @@ bind_to_nodes() {
 }
 if ! $check && ! $dry_run && [[ "$(gpus)" != 0 ]] && ! given --numa-binding; then bind_to_nodes; fi
 
-command=(env "PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}")
+command=(env "PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}")
 # Megatron's overlap of communication relies on the order in which kernels were launched.
 command+=("CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}")
-command+=("$python" -m torch.distributed.run --nproc-per-node "$PROCESSES_PER_NODE" "${rendezvous[@]}" "${binding[@]}")
+command+=("$python_there" -m torch.distributed.run --nproc-per-node "$PROCESSES_PER_NODE" "${rendezvous[@]}" "${binding[@]}")
 if [[ -n "${PROFILER:-}" ]]; then
-  program=(--no-python "$root/scripts/profiled.sh" "$python" -u "${program[@]}")
+  program=(--no-python "$home/scripts/profiled.sh" "$python_there" -u "${program[@]}")
 fi
 command+=("${program[@]}" "${arguments[@]}" "${flags[@]}")
 
@@ -400,6 +427,11 @@ fi
 ! $check || exit 0
 if [[ "$CHECKPOINT_DIR" != none && -f "$CHECKPOINT_DIR/latest_checkpointed_iteration.txt" ]]; then
   say "resuming after iteration $(<"$CHECKPOINT_DIR/latest_checkpointed_iteration.txt") from $CHECKPOINT_DIR"
+fi
+if [[ "$folder" != 1 ]]; then
+  mkdir -p "$folder"
+  settings >"$record.$$"
+  mv "$record.$$" "$record"
 fi
 # With exec signals reach torchrun itself.
 exec "${command[@]}"

@@ -1,6 +1,9 @@
 # shellcheck shell=bash
 # Sourced by the scripts of this folder: runs one of its Python modules, in whatever folder they are called.
 
+# The folder's name is the lock's hash, given once all is installed: a folder of this name is complete and fits.
+harness_folder() { echo "$1/.eval/$(sha256sum "$1/requirements-eval.lock" | cut -c1-12)"; } # ROOT
+
 # Becomes `python -m scripts.eval.MODULE ARGUMENTS`. In a checkout the module harness takes lm-evaluation-harness from
 # requirements-eval.lock: the first call fetches it into .eval/, before .venv's own packages, which stay as they are.
 run_module() { # ROOT MODULE ARGUMENTS...
@@ -11,8 +14,7 @@ run_module() { # ROOT MODULE ARGUMENTS...
   source "$root/scripts/find_python.sh"
   python="$(find_python "$root")"
   if [[ "$module" == harness && -f "$root/requirements-eval.lock" && ! " $* " =~ " "(-h|--help)" " ]]; then
-    # The folder's name is the lock's hash, given once all is installed: a folder of this name is complete and fits.
-    folder="$root/.eval/$(sha256sum "$root/requirements-eval.lock" | cut -c1-12)"
+    folder="$(harness_folder "$root")"
     if [[ ! -d "$folder" ]]; then
       echo "fetching lm-evaluation-harness: about 600 MB (only this first time)" >&2
       rm -rf "$folder.partial"
@@ -20,6 +22,7 @@ run_module() { # ROOT MODULE ARGUMENTS...
         --target "$folder.partial" -r "$root/requirements-eval.lock" >&2
       mv "$folder.partial" "$folder"
     fi
+    [[ " $* " != *" --fetch "* ]] || return 0
     path="$folder:$root"
   fi
   # With -P Python does not import from the current folder, which is the caller's.

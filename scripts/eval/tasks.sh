@@ -2,6 +2,7 @@
 # Runs zero-shot tasks of lm-evaluation-harness on a converted model.
 #   scripts/eval/tasks.sh --model DIR                the paper's tasks; their data come from Hugging Face's hub
 #   scripts/eval/tasks.sh --local --model DIR        the questions of scripts/eval/tasks/, without a network
+#   scripts/eval/tasks.sh --fetch                    only fetches the harness into .eval/, for jobs without a network
 # All other flags are the harness's: --tasks A,B --include_path DIR --limit N --batch_size N --output_path FILE ...
 set -euo pipefail
 # The script stays in the current folder, because paths on the command line are the caller's.

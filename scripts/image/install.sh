@@ -6,7 +6,7 @@
 #   scripts/image/install.sh package         needs all of the repository
 #   scripts/image/install.sh megatron [CHECKOUT]   Megatron's scripts; by default GitHub's, at MEGATRON_LM_TAG
 #
-#   EXTRAS          extras of pyproject.toml, comma-separated (data,report)
+#   EXTRAS          extras of pyproject.toml, comma-separated (data,report); empty: none
 #   ALLOW_MISSING   what may be missing of transformer_engine, apex and fused_weight_gradient_mlp_cuda, comma-separated,
 #                   or "all" (nothing)
 #   IGNORE_CONSTRAINTS   yes: ignore the base image's constraints
@@ -18,7 +18,8 @@ set -euo pipefail
 
 # PIP_BREAK_SYSTEM_PACKAGES lets pip install into the image's own Python, which is the environment.
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_BREAK_SYSTEM_PACKAGES=1
-export EXTRAS="${EXTRAS:-data,report}"
+export EXTRAS="${EXTRAS-data,report}" # empty: none
+[[ -n "${PIP_INDEX_URL:-}" ]] || unset PIP_INDEX_URL
 
 [[ "${IGNORE_CONSTRAINTS:-}" != yes ]] || unset PIP_CONSTRAINT
 

@@ -1,8 +1,9 @@
 """Choice of the versions that an image gets; it runs on the base image's pip and nothing else.
 
-requirements.py wanted             requirements of pyproject.toml, with those of the extras in EXTRAS requirements.py
-missing            locked versions of packages that the base image neither has nor constrains requirements.py replaced
-REPORT    locked versions of packages that pip's report would replace; an error for all others
+requirements.py wanted             requirements of pyproject.toml, with those of the extras in EXTRAS
+requirements.py missing            locked versions of packages that the base image neither has nor constrains
+requirements.py replaced REPORT    locked versions of packages that pip's report would replace; an error for all
+                                   others
 """
 
 import importlib.metadata

@@ -16,8 +16,8 @@ EXPERIMENTS = ("table2", "figure10", "figure11-summary", "figure12", "figure14")
 TITLES = {"paper": "The paper's experiments", "tiny": "The paper's experiments at tiny scale"}
 LEADS = {
     "paper": "",
-    "tiny": "Tiny models, few iterations, one machine, no network between ranks: this shows that everything runs from"
-    " launch to plot. Of the paper's claims it shows only the traffic.",
+    "tiny": "Tiny models, few iterations: this shows that everything runs from launch to plot. Of the paper's claims it"
+    " shows only the traffic.",
 }
 
 

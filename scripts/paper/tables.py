@@ -23,6 +23,8 @@ VARIANTS = {
 
 PRETRAINING_ITERATIONS = 230_000
 _SECONDS_A_DAY = 86_400
+_LEAST_OF_MANY = 1000
+"""Iterations of a run from which the days of all are told; a shorter one is a try."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,11 @@ def table2(runs: Sequence[Run]) -> Table:
     for run in runs:
         loss, seconds = run.record.validation.last, run.record.seconds.median
         sent, raw = (sum(part[side] for part in run.last_traffic().values()) for side in (0, 1))
+        iterations = run.record.training.iterations[-1]
+        days = PRETRAINING_ITERATIONS * seconds / _SECONDS_A_DAY if iterations >= _LEAST_OF_MANY else None
         rows.append((
-            run.model, run.variant, run.record.training.iterations[-1], loss, math.exp(loss), seconds,
-            PRETRAINING_ITERATIONS * seconds / _SECONDS_A_DAY, run.speedup(runs), 100 * sent / raw if raw else None,
+            run.model, run.variant, iterations, loss, math.exp(loss), seconds, days, run.speedup(runs),
+            100 * sent / raw if raw else None,
         ))  # fmt: skip
     return Table(
         ("model", "variant", "iterations", "validation loss", "validation perplexity", "s per iteration",

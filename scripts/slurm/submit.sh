@@ -14,6 +14,7 @@
 # Call this script on a file system that all nodes share; the job runs in the current folder.
 #   OPTIMUS_CC_ROOT     the repository, if not this script's
 #   OPTIMUS_CC_DEVICE   cpu: no GPU is looked for
+#   DOCTOR              no: a training job's flags are not checked by optimus-cc doctor, which takes some 20 s
 set -euo pipefail
 root="${OPTIMUS_CC_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)}"
 here="$root/scripts/slurm"
@@ -152,6 +153,7 @@ seconds_of() { # TIME: prints the seconds of a time in Slurm's form, nothing for
   fi
   echo $((((10#$d * 24 + 10#$h) * 60 + 10#$m) * 60 + 10#$s))
 }
+where="${partition:+partition }${partition:-the default partition}"
 if trains; then
   limit="${limit:-$(sed -n 's/^#SBATCH --time=//p' "$file")}"
   seconds="$(seconds_of "$limit")" ||
@@ -160,7 +162,7 @@ if trains; then
     most="$(sinfo -h ${partition:+-p "$partition"} -o '%P %l' 2>/dev/null | awk -v name="$partition" 'name != "" || $1 ~ /\*$/ { print $NF; exit }')" || most=""
     most_seconds="$(seconds_of "$most")" || most_seconds=""
     [[ -z "$most_seconds" ]] || { [[ -n "$seconds" ]] && ((seconds <= most_seconds)); } ||
-      fail --time "$limit is more than $most, the limit of ${partition:+partition $partition}${partition:-the default partition}" "Give --time=$most or less"
+      fail --time "$limit is more than $most, the limit of $where" "Give --time=$most or less"
   fi
   if [[ -z "$own_signal" ]]; then
     # Slurm's signal comes ahead of the limit: time to finish an iteration and to save.
@@ -180,5 +182,5 @@ fi
 # These variables stand for those that Slurm sets in the job.
 SUBMITTING=yes SLURM_JOB_ID="${SLURM_JOB_ID:-0}" SLURM_JOB_NUM_NODES="$nodes" SLURM_GPUS_ON_NODE="$gpus" bash "$file" "${flags[@]}"
 [[ -z "$dry_run" ]] || exit 0
-echo "submit.sh: $job as checked here, account ${SBATCH_ACCOUNT:-(your default)}, partition ${SBATCH_PARTITION:-(the default)}" >&2
-exec "${submit[@]}"
+"${submit[@]}"
+echo "submit.sh: $job was submitted as checked here, to $where" >&2

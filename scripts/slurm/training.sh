@@ -18,8 +18,11 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
   use_image "$@"
   _launch --check "$@"
   # The flag --save wins over CHECKPOINT_DIR, and the launcher knows both.
-  folder="$(_launch --dry-run "$@" 2>/dev/null | xargs -n 1 2>/dev/null | sed -n '/^--save$/{n;p}; s/^--save=//p' | tail -n 1)"
+  local words
+  eval "words=($(_launch --dry-run "$@" 2>/dev/null))"
+  folder="$(printf '%s\n' "${words[@]}" | sed -n '/^--save$/{n;p}; s/^--save=//p' | tail -n 1)"
   [[ -z "$folder" ]] || _refuse_if_owned
+  [[ -z "${SUBMITTING:-}" || "${DOCTOR:-}" == no ]] || _ask_doctor "${words[@]}"
   checked
 
   export MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
@@ -31,7 +34,7 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
   mark="$PWD/.interrupted-$SLURM_JOB_ID"
   if [[ -n "${DRY_RUN:-}" ]]; then
     start "${step[@]}" "${container[@]}" "$scripts/slurm/on_node.sh" "$mark" "$scripts/$launcher" "$@" --exit-signal-handler
-    _launch --dry-run "$@"
+    IN_IMAGE="${IMAGE:-}" _launch --dry-run "$@"
     return
   fi
   if [[ "$NODE_CACHE" == /tmp && "$(scontrol show config 2>/dev/null)" == *job_container/tmpfs* ]]; then
@@ -61,6 +64,18 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
 _launch() { # CHECK-OR-DRY-RUN FLAGS...: runs the launcher's check on this machine
   NODES="$SLURM_JOB_NUM_NODES" MASTER_ADDR="${MASTER_ADDR:-later}" PROCESSES_PER_NODE="$processes" \
     "$root/scripts/$launcher" "$@" --exit-signal-handler
+}
+
+# Where the package can be imported, Megatron's own parser and ours judge the line that would start each node's ranks.
+_ask_doctor() { # LINE...
+  local python said
+  # shellcheck source=scripts/find_python.sh
+  source "$root/scripts/find_python.sh"
+  python="$(find_python "$root" 2>/dev/null)" || return 0
+  export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+  "$python" -P -c 'import optimus_cc_ext.tools.cli, megatron.core' 2>/dev/null || return 0
+  said="$("$python" -P -c 'from optimus_cc_ext.tools.cli import main; raise SystemExit(main())' doctor -- "$@" 2>&1)" ||
+    refuse -- "doctor says: $(sed -n 's/^FAIL *//p' <<<"$said" | tr -s ' ' | paste -sd';')" "Mend the flags, or give DOCTOR=no"
 }
 
 # A folder of checkpoints belongs to one job at a time: two would go on from each other's weights.

@@ -18,7 +18,7 @@ import pytest
 from tests.megatron.test_launcher import logged_losses
 from tests.megatron.test_patched_checkouts import CHECKOUTS, NONE_GIVEN, checkout
 from tests.shell_scripts import ROOT
-from tests.slurm.test_requeue import ON_CPUS
+from tests.slurm.real_slurm import ON_CPUS
 
 __all__ = ["checkout"]  # a fixture
 

@@ -294,7 +294,8 @@ def test_help_names_every_variable_and_a_script_in_the_place_of_a_flag_is_refuse
 @pytest.mark.parametrize(
     "flags, preset",
     [("", "vanilla"), ("--optimus-cc", "paper"), ("--optimus-cc balanced", "balanced"),
-     ("--optimus-cc --bf16", "paper"),
+     ("--optimus-cc --bf16", "paper"), ("--num-experts 4 --expert-model-parallel-size 2", "vanilla"),
+     ("--inter_grad_comp", "compressed"),
      ("--dp-compression-format int4", "compressed")],
 )  # fmt: skip
 def test_each_preset_has_a_folder_of_checkpoints(flags: str, preset: str, tmp_path: Path) -> None:
@@ -314,8 +315,39 @@ def test_switching_the_preset_does_not_start_anew_in_silence(other: str, tmp_pat
 
     refused = asked()
     assert refused.code == 2 and f"'{mine}' holds no checkpoint, and '{held}' does" in refused.errors
-    assert f"CHECKPOINT_DIR={held} goes on from it, CHECKPOINT_DIR={mine} starts anew" in refused.errors
+    assert f"CHECKPOINT_DIR={held} CONTINUE=yes goes on from it, CHECKPOINT_DIR={mine} starts anew" in refused.errors
     assert asked(CHECKPOINT_DIR=str(held)).code == asked(CHECKPOINT_DIR=str(mine)).code == 0
     mine.mkdir()
     (mine / "latest_checkpointed_iteration.txt").write_text("2")
     assert asked().code == 0, "its own is there"
+
+
+def test_a_checkpoint_of_another_shape_or_compression_goes_on_only_if_told_to(tmp_path: Path) -> None:
+    # Beside this copy there is no .venv, so Python is a stand-in, which ends at once.
+    shutil.copytree(
+        ROOT / "scripts", tmp_path / "scripts", ignore=lambda folder, _: [] if folder.endswith("scripts") else _
+    )
+    programs, folder = tmp_path / "bin", tmp_path / "run"
+    programs.mkdir()
+    (programs / "python").write_text("#!/bin/sh\n")
+    (programs / "python").chmod(0o755)
+    settings = {"MODEL": "tiny", "CHECKPOINT_DIR": str(folder), "PATH": f"{programs}:/usr/bin:/bin"}
+
+    def run(*flags: str, **variables: str) -> Ended:
+        return run_script(str(tmp_path / "scripts/pretrain_gpt.sh"), *flags, env=settings | variables, cwd=tmp_path)
+
+    compressed = ["--optimus-cc", "balanced", "--compression-seed=7"]
+    assert run(*compressed).code == 0
+    assert run("--check").code == 0, "nothing was saved"
+    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    for same in ([], ["--lr", "1", "--bf16", "--compression-metrics"]):
+        assert run("--check", *compressed, *same, TRAIN_ITERS="9", NODES="2", MASTER_ADDR="n").code == 0
+    other = run("--check", *compressed, NUM_LAYERS="8")
+    assert (
+        other.code == 2
+        and "with other flags: now --num-layers 8;then --num-layers 4. Give another folder" in other.errors
+    )
+    vanilla = run("--check")
+    assert vanilla.code == 2 and "then --compression-seed 7;then --optimus-cc balanced. Give" in vanilla.errors
+    assert run(CONTINUE="yes").code == 0 and run("--check").code == 0, "it is a run of this kind now"
+    assert run("--check", *compressed).code == 2

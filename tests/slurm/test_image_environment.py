@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.shell_scripts import ROOT, run_script
-from tests.slurm.test_requeue import ON_CPUS
+from tests.slurm.real_slurm import ON_CPUS
 
 # Apptainer mounts the home folder and keeps the environment. This stand-in does the same, with the machine as its
 # image.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.shell_scripts import ROOT
-from tests.slurm.test_requeue import ON_CPUS, Slurm, needs_slurm, slurm, wait_until
+from tests.slurm.real_slurm import ON_CPUS, Slurm, needs_slurm, slurm, wait_until
 
 __all__ = ["slurm"]  # the fixture that the tests use
 pytestmark = [pytest.mark.full, needs_slurm]
@@ -55,4 +55,3 @@ def test_the_log_says_which_groups_stay_inside_the_nodes_that_slurm_gave(
     # The launcher of each node prints the line before it starts ranks, and the extension once the groups exist.
     assert any("pretrain_gpt.sh: " in line for line in lines) and any("pretrain_gpt.sh: " not in line for line in lines)
     assert sorted(map(sorted, seen.values())) == [["0", "1"], ["2", "3"]]
-    assert "OPTIMUS_CC_NODE makes 2 nodes of 1 machine" in said, "Slurm's nodes are what ranks take for nodes"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.shell_scripts import ROOT
-from tests.slurm.test_requeue import ITERATIONS, ON_CPUS, Slurm, Training, needs_slurm, prepare_data, slurm, wait_until
+from tests.slurm.real_slurm import ITERATIONS, ON_CPUS, Slurm, Training, needs_slurm, prepare_data, slurm, wait_until
 
 __all__ = ["slurm"]  # the fixture that the tests use
 pytestmark = [pytest.mark.full, needs_slurm]
@@ -103,11 +103,8 @@ def test_a_dry_run_leaves_the_queue_as_it_was_and_prints_the_step_that_a_job_sta
     assert (sbatch[0], srun[0], torchrun[0]) == ("sbatch", "srun", "env")
     assert list(tmp_path.iterdir()) == []
     # A job of two nodes accepts the printed options of srun.
-    done = subprocess.run(
-        [*("salloc", "--nodes=2", "--ntasks-per-node=1", "--mem=1G", "--oversubscribe"), *srun[:1], *srun[2:7], "true"],
-        env=slurm.environment, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    allocation = ("salloc", "--nodes=2", "--ntasks-per-node=1", "--mem=1G", "--oversubscribe")
+    slurm.run(*allocation, *srun[:1], *srun[2:7], "true")
 
 
 def test_preflight_measures_what_the_planner_reads_and_names_an_interface_that_is_not_there(
@@ -132,11 +129,7 @@ def test_preflight_measures_what_the_planner_reads_and_names_an_interface_that_i
     print(planned.stdout)
     assert planned.returncode == 0, planned.stderr
 
-    failed = subprocess.run(
-        [*words, *options, "NETWORK_INTERFACE=ib9"], cwd=tmp_path, env=slurm.environment, capture_output=True, text=True
-    )
+    failed = slurm.attempt(*words, *options, "NETWORK_INTERFACE=ib9", cwd=tmp_path)
     assert failed.returncode != 0
-    assert (
-        "NETWORK_INTERFACE:" in (tmp_path / "log").read_text()
-        and "has no interface 'ib9'" in (tmp_path / "log").read_text()
-    )
+    [*_, last] = (tmp_path / "log").read_text().splitlines()
+    assert "NETWORK_INTERFACE:" in last and "has no interface 'ib9'. Give one of ib0, lo." in last

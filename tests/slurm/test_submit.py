@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,14 +43,15 @@ def run(tmp_path: Path) -> Run:
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
 
-    def in_folder(script: str, *arguments: str, **env: str) -> Ended:
+    def in_folder(script: str, *arguments: str, limit: float = 30, **env: str) -> Ended:
         path = f"{programs}:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
-        return run_script(f"slurm/{script}", *arguments, env={"PATH": path, **env}, cwd=folder)
+        settings = {"PATH": path, "DOCTOR": "no", **env}
+        return run_script(str(Path("slurm", script)), *arguments, env=settings, cwd=folder, limit=limit)
 
     return in_folder
 
 
-def submit(run: Run, *words: str, **env: str) -> Ended:
+def submit(run: Run, *words: str, **env: Any) -> Ended:
     """Call submit.sh as a person does: `submit.sh JOB ...`."""
     return run("submit.sh", *words, **env)
 
@@ -80,7 +82,7 @@ REFUSED = {
     "preflight --ntasks 8 --gpus-per-node=8": "--ntasks: the layout is --nodes and --gpus-per-node. Give these",
     "preflight TENSOR_PARALLEL=8 PROCESSES_PER_NODE=4 --nodes=4": "TENSOR_PARALLEL: groups of 8 ranks cross nodes of 4",
     "pretrain --gpus-per-node=8 --time=soon": "--time: 'soon' is no time of Slurm's. Give minutes, or hours:minutes:",
-    "pretrain --gpus-per-node=8 --time=3:00:00 -p debug": "3:00:00 is more than 2:00:00, the limit of partition debug",
+    "pretrain --gpus-per-node=8 --time=3:00:00 -p debug": "is more than 2:00:00, the limit of partition debug.",
     "pretrain --gpus-per-node=8 CHECKPOINT_DIR=/proc/no/folder": "CHECKPOINT_DIR: '/proc/no/folder' cannot be made",
     "pretrain RESTARTS=often --gpus-per-node=8": "RESTARTS: 'often' is not a whole number.",
     "paper table2/7b --gpus-per-node=8": "table2/7b: it is no experiment of scripts/paper. Give one, such as table2/",
@@ -91,6 +93,7 @@ REFUSED = {
     "evaluate": "CHECKPOINT: it is not set.",
     "evaluate CHECKPOINT=. MODEL_OUTPUT=model": "CHECKPOINT: there is no checkpoint in '.'.",
     "evaluate CHECKPOINT=. MODEL_OUTPUT=. TEXT=x": "TEXT: there is no 'x'.",
+    "evaluate CHECKPOINT=. MODEL_OUTPUT=. TASKS=paper": "IMAGE: it is not set, and lm-evaluation-harness is not in",
     "build_image OUTPUT=optimus-cc.img": "OUTPUT: 'optimus-cc.img' has another ending. Give a name that ends in .sif,",
     "build_image OUTPUT=nowhere/optimus-cc.sqsh": "OUTPUT: the folder of 'nowhere/optimus-cc.sqsh' is not there",
     "build_image MEGATRON_LM=.": "MEGATRON_LM: there is no pretrain_gpt.py in '.'.",
@@ -121,7 +124,20 @@ def test_what_is_good_goes_to_sbatch_with_its_variables_options_and_flags(run: R
     file = str(ROOT / "scripts/slurm/pretrain.sbatch")
     options = ["--export=ALL", "--signal=USR1@600", "--nodes=16", "--gpus-per-node=8", "--time=1:00:00"]
     assert ended.output.splitlines() == ["sbatch", *options, file, "--bf16", "--lr", "3e-4"]
-    assert "account chemistry, partition (the default)" in ended.errors
+    assert ended.errors.endswith("submit.sh: pretrain was submitted as checked here, to the default partition\n")
+    ended = submit(run, "pretrain", "--gpus-per-node=8", "--partition=nope", SBATCH_PARTITION="big")
+    assert ended.errors.endswith("to partition nope\n")
+
+
+@pytest.mark.ci
+def test_the_flags_behind_the_dashes_are_checked_by_doctor_last_of_all(run: Run) -> None:
+    words = ["pretrain", "--gpus-per-node=8", "--dry-run", "--", "--bf16", "--optimus-cc", "balenced"]
+    assert "GLOBAL_BATCH_SIZE" in submit(run, *words, DOCTOR="", GLOBAL_BATCH_SIZE="3").errors, "not asked yet"
+    refused = submit(run, *words, DOCTOR="", limit=200)
+    assert refused.code == 2 and refused.output.count("\n") == 1, "the line of sbatch alone"
+    assert "--: doctor says: h100 " in refused.errors and "'balenced'" in refused.errors
+    assert refused.errors.endswith("Mend the flags, or give DOCTOR=no.\n")
+    assert submit(run, *words, DOCTOR="no").code == 0
 
 
 @pytest.mark.parametrize("words", ["--dry-run --nodes=2 -- --bf16", "--nodes=2 -- --bf16 --dry-run"])
@@ -167,7 +183,8 @@ def test_every_job_can_be_looked_at_and_leaves_nothing(run: Run, tmp_path: Path)
     for words in ("build_image OUTPUT=optimus-cc.tar SPACE_GB=0", "prepare_data -- --input x"):
         ended = submit(run, *words.split()[:1], "--dry-run", *words.split()[1:])
         assert ended.code == 0 and ended.output.startswith("sbatch --export=ALL "), ended.errors
-        assert len(ended.output.splitlines()) == 2
+        programs = [shlex.split(line)[0] for line in ended.output.splitlines()]
+        assert programs == ["sbatch", *(["buildah", "buildah", "mv"] if words.startswith("build") else ["srun"])]
     assert list((tmp_path / "work").iterdir()) == []
 
 
@@ -298,6 +315,19 @@ def test_inside_an_image_nothing_of_the_users_own_python_and_compilers_holds(
         assert "/opt:/opt" in started["container-mounts"].split(",")
 
 
+def test_with_an_image_a_dry_run_prints_the_line_that_the_image_runs(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "work/optimus-cc.sif").touch()
+    words = ["pretrain", "--gpus-per-node=8", "--dry-run", "IMAGE=optimus-cc.sif"]
+    torchrun = submit(run, *words, PYTHONPATH="/mine").output.splitlines()[-1]
+    assert torchrun.startswith(
+        "env PYTHONPATH=/opt/optimus-cc CUDA_DEVICE_MAX_CONNECTIONS=1 python -m torch.distributed"
+    )
+    assert " -m optimus_cc_ext /opt/megatron-lm/pretrain_gpt.py --" in torchrun
+    (tmp_path / "pretrain_gpt.py").touch()
+    torchrun = submit(run, *words, f"MEGATRON_LM={tmp_path}").output.splitlines()[-1]
+    assert f" -m optimus_cc_ext {tmp_path}/pretrain_gpt.py --" in torchrun
+
+
 def test_without_an_image_the_users_environment_stays(run: Run) -> None:
     assert "env" not in run("pretrain.sbatch", **JOB).output.splitlines()
 
@@ -361,6 +391,29 @@ def test_an_image_rebuilt_takes_the_place_of_the_old_one(name: str, run: Run, tm
     assert image.read_text() == "new\n" and list(image.parent.iterdir()) == [image]
 
 
+@pytest.mark.parametrize(
+    "builder, output", [("buildah", "x.sif"), ("podman", "x.sqsh"), ("podman", "x.tar"), ("apptainer", "x.sif")]
+)
+def test_the_steps_of_a_build_can_be_pasted(builder: str, output: str, run: Run, tmp_path: Path) -> None:
+    settings = {"OPTIMUS_CC_ROOT": str(ROOT), "OUTPUT": output, "BUILDER": builder, "SPACE_GB": "0", "EXTRAS": ""}
+    printed = run("build_image.sbatch", **settings, DRY_RUN="yes")
+    assert printed.code == 0 and list((tmp_path / "work").iterdir()) == [], printed.errors
+    (tmp_path / "bin/podman").write_text('#!/bin/sh\ntest "$1" != save || echo new > "$3"; echo podman "$@"\n')
+    done = run(*_pasted(printed.output, tmp_path))
+    assert done.code == 0 and (tmp_path / "work" / output).read_text() == "new\n", done.errors
+    assert ("EXTRAS=" in done.output.split()) or "export EXTRAS='' " in done.output, "empty: no extras"
+    (tmp_path / "work" / output).unlink()
+    (tmp_path / "bin" / ("apptainer" if output == "x.sif" else "mksquashfs")).unlink()
+    if output != "x.tar":
+        assert "which 'x.s" in run("build_image.sbatch", **settings, DRY_RUN="yes").errors, "missing here"
+
+
+def _pasted(lines: str, folder: Path) -> tuple[str]:
+    (folder / "pasted").write_text(f"#!/bin/bash\nset -e\n{lines}")
+    (folder / "pasted").chmod(0o755)
+    return (str(folder / "pasted"),)
+
+
 def test_an_image_that_could_not_be_made_leaves_the_old_one(run: Run, tmp_path: Path) -> None:
     image = tmp_path / "work/optimus-cc.sqsh"
     image.write_text("old")
@@ -396,6 +449,8 @@ def test_without_a_builder_pyxis_saves_and_apptainer_builds_what_the_one_install
     assert "--container-image=registry.example#team/pytorch:26.06" in words and "--container-remap-root" in words
     assert f"--container-mounts={ROOT}:/tmp/repository:ro,{checkout}:/tmp/checkout:ro" in words
     assert "the digest sha256:abc was not checked" in saved.errors
+    ported = run("build_image.sbatch", **settings | {"BASE_IMAGE": "host:5000/x"}, BUILDER="pyxis", OUTPUT="x.sqsh")
+    assert "--container-image=host:5000#x" in ported.output.splitlines()
     built = run("build_image.sbatch", **settings, BUILDER="apptainer", OUTPUT="optimus-cc.sif")
     assert built.code == 0, built.errors
     definition = built.output
@@ -409,7 +464,7 @@ def test_without_a_builder_pyxis_saves_and_apptainer_builds_what_the_one_install
         for step_of_install in ("dependencies", "package", "megatron /tmp/checkout"):
             assert f"scripts/image/install.sh {step_of_install}\n" in inside
     # After the builds only the two images are left in the folder.
-    assert {path.name for path in (tmp_path / "work").iterdir()} == {"optimus-cc.sqsh", "optimus-cc.sif"}
+    assert {path.name for path in (tmp_path / "work").iterdir()} == {"optimus-cc.sqsh", "optimus-cc.sif", "x.sqsh"}
     refused = run("build_image.sbatch", **settings, BUILDER="pyxis", OUTPUT="optimus-cc.sif")
     assert refused.code == 2 and "'optimus-cc.sif' is not what Pyxis saves" in refused.errors
 

@@ -1,34 +1,36 @@
 #!/usr/bin/env bash
-# Runs a command inside a Slurm of its own: munged, slurmctld and two slurmd on this machine.
-#   with_slurm.sh FOLDER COMMAND [ARGUMENTS...]
-# FOLDER holds this Slurm's configuration, key, state and logs. Ports, socket and key are its own, so a Slurm of the
-# system is neither seen nor disturbed. When the command ends, or this script is told to end, so do jobs and daemons.
-# Needs root, and Debian's packages slurm-wlm and munge. Exit status: the command's; 3 when Slurm did not start.
+# Starts a Slurm of its own on this machine, with three nodes that are apart: each has a network with the interface
+# ib0, a host name, a /tmp and processes of its own. Two of 16 CPUs pretend to have 4 and 2 GPUs, the third has none.
+#   with_slurm.sh FOLDER
+# FOLDER gets the configuration, key, state and logs; the nodes see the folder above it at its place. The file
+# FOLDER/up appears when all nodes are idle. Until then, and afterwards, this script waits for its end; daemons, jobs,
+# networks and cgroups end with it. The commands of a user run in the network and host name of the login node:
+#   nsenter --target "$(<FOLDER/login.pid)" --net --uts sinfo
+# Needs root, cgroups of version 1, and Debian's packages slurm-wlm, munge and iproute2. Exit status: 3 when Slurm did
+# not start.
 set -euo pipefail
-mkdir -p "$1"
-folder="$(cd "$1" && pwd -P)"
-shift
-nodes=(n1 n2)
-host="$(hostname -s)"
+folder="$(realpath "$1")" role="${2:-}" names="${3:-n$$}"
+shared="$(dirname "$folder")" repository="$(realpath "$(dirname "$0")/../..")"
+freezer=/sys/fs/cgroup/freezer
+export SLURM_CONF="$folder/slurm.conf"
 
-free_ports() { # COUNT: ports that nobody listens on; neither the kernel nor pretrain.sbatch gives these out
-  local port count=0
-  while ((count < $1)); do
-    port=$((10000 + RANDOM % 10000))
-    if ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
-      echo "$port"
-      count=$((count + 1))
-    fi
-  done
-}
-mapfile -t ports < <(free_ports $((1 + ${#nodes[@]})))
-
-# proctrack/linuxproc, like cgroups and unlike pgid, finds torchrun's ranks, which have sessions of their own.
-# cred_expire is also the number of seconds that a requeued job waits before it starts again; Slurm's default is 120.
-cat >"$folder/slurm.conf" <<END
+configure() {
+  mkdir -p "$folder/state" "$folder/dev"
+  chmod 0755 "$folder"
+  (umask 077 && head -c 1024 /dev/urandom >"$folder/munge.key")
+  local number
+  for number in 0 1 2 3; do mknod "$folder/dev/nvidia$number" c 1 3; done
+  printf '127.0.0.1 localhost\n10.77.0.1 login\n' >"$folder/hosts"
+  for number in 1 2 3; do echo "10.77.0.1$number $names-$number" >>"$folder/hosts"; done
+  printf 'CgroupPlugin=cgroup/v1\nCgroupMountpoint=/sys/fs/cgroup\nCgroupAutomount=no\n' >"$folder/cgroup.conf"
+  cat >"$folder/gres.conf" <<END
+NodeName=$names-1 Name=gpu Type=h100 File=$folder/dev/nvidia[0-3]
+NodeName=$names-2 Name=gpu Type=h100 File=$folder/dev/nvidia[0-1]
+END
+  # cred_expire is also the number of seconds that a requeued job waits before it starts again; Slurm's default is 120.
+  cat >"$folder/slurm.conf" <<END
 ClusterName=tests
-SlurmctldHost=$host(127.0.0.1)
-SlurmctldPort=${ports[0]}
+SlurmctldHost=login(10.77.0.1)
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket=$folder/munge.socket,cred_expire=10
@@ -39,12 +41,13 @@ SlurmctldLogFile=$folder/slurmctld.log
 SlurmdSpoolDir=$folder/spool-%n
 SlurmdPidFile=$folder/slurmd-%n.pid
 SlurmdLogFile=$folder/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/cgroup
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/filetxt
 JobCompLoc=$folder/completed.txt
+GresTypes=gpu
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 SchedulerType=sched/builtin
@@ -57,90 +60,93 @@ ReturnToService=2
 SlurmdTimeout=60
 MpiDefault=none
 SlurmdParameters=config_overrides
-TaskProlog=$folder/task_prolog.sh
+NodeName=$names-1 NodeAddr=10.77.0.11 CPUs=16 RealMemory=65536 Gres=gpu:h100:4
+NodeName=$names-2 NodeAddr=10.77.0.12 CPUs=16 RealMemory=65536 Gres=gpu:h100:2
+NodeName=$names-3 NodeAddr=10.77.0.13 CPUs=4 RealMemory=8192
+PartitionName=main Nodes=$names-[1-2] Default=YES PriorityTier=1 GraceTime=120
+PartitionName=urgent Nodes=$names-[1-2] PriorityTier=2 PreemptMode=OFF
+PartitionName=short Nodes=$names-[1-2] MaxTime=02:00:00 PriorityTier=2 PreemptMode=OFF
+PartitionName=cpu Nodes=$names-3
 END
-# Both nodes are this machine: ranks tell them apart by Slurm's number of the node.
-cat >"$folder/task_prolog.sh" <<'END'
-#!/bin/sh
-echo "export OPTIMUS_CC_NODE=node$SLURM_NODEID"
-END
-chmod +x "$folder/task_prolog.sh"
-number=0
-for node in "${nodes[@]}"; do
-  number=$((number + 1))
-  echo "NodeName=$node NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[number]} CPUs=4 RealMemory=65536 State=UNKNOWN" >>"$folder/slurm.conf"
-done
-{
-  echo "PartitionName=main Nodes=n[1-${#nodes[@]}] Default=YES State=UP PriorityTier=1 GraceTime=120"
-  echo "PartitionName=urgent Nodes=n[1-${#nodes[@]}] State=UP PriorityTier=2 PreemptMode=OFF"
-} >>"$folder/slurm.conf"
-export SLURM_CONF="$folder/slurm.conf"
+}
 
-daemons=()
 start() { # NAME COMMAND...
   local name="$1"
   shift
   "$@" >"$folder/$name.out" 2>&1 </dev/null &
-  daemons+=($!)
 }
 
-# The daemons, steps and jobs of this Slurm are found by their environment, which has the path of its configuration.
-# shellcheck disable=SC2329  # by stop
-kill_all() {
-  local environment
-  while IFS= read -r environment; do
-    environment="${environment%/environ}"
-    kill -KILL "${environment#/proc/}" 2>/dev/null || true
-  done < <(grep -lzsx "SLURM_CONF=$SLURM_CONF" /proc/[0-9]*/environ)
-}
+apart=(unshare --uts --mount --pid --fork --kill-child --mount-proc)
 
-command_pid=""
-# shellcheck disable=SC2329  # by the trap
-stop() {
-  trap '' TERM INT HUP
-  [[ -z "$command_pid" ]] || kill -TERM "$command_pid" 2>/dev/null || true
-  scancel --quiet --user=root 2>/dev/null || true
-  ((${#daemons[@]} == 0)) || kill -TERM "${daemons[@]}" 2>/dev/null || true
-  for _ in {1..30}; do
-    [[ -n "$(jobs -pr)" ]] || break
-    sleep 0.1
+login_node() { # starts the daemons and nodes, then waits for ever
+  hostname login
+  ip link set lo up
+  ip link add switch type bridge
+  ip addr add 10.77.0.1/24 dev switch
+  ip link set switch up
+  # With --force, because munged otherwise refuses a socket in a folder below a private one.
+  start munged munged --foreground --force --socket="$folder/munge.socket" --key-file="$folder/munge.key" \
+    --pid-file="$folder/munged.pid" --log-file="$folder/munged.log" --seed-file="$folder/munged.seed"
+  until [[ -S "$folder/munge.socket" ]]; do sleep 0.1; done
+  start slurmctld slurmctld -D
+  # The names of networks are seen by these processes alone.
+  mkdir -p /run/netns
+  mount -t tmpfs networks /run/netns
+  local number node
+  for number in 1 2 3; do
+    node="$names-$number"
+    ip netns add "$node"
+    ip link add "port$number" type veth peer name ib0 netns "$node"
+    ip link set "port$number" master switch up
+    ip -n "$node" addr add "10.77.0.1$number/24" dev ib0
+    ip -n "$node" link set ib0 up
+    ip -n "$node" link set lo up
+    start "slurmd-$node" ip netns exec "$node" "${apart[@]}" "$0" "$folder" node "$node"
   done
-  kill_all
+  until [[ "$(sinfo --noheader --partition=main,cpu --states=idle --format=%n 2>/dev/null | wc -l)" == 3 ]]; do sleep 0.2; done
+  touch "$folder/up"
+  wait
 }
-trap stop EXIT
-trap 'exit 143' TERM
-trap 'exit 130' INT HUP
 
-mkdir -p "$folder/state"
-chmod 0755 "$folder"
-(umask 077 && head -c 1024 /dev/urandom >"$folder/munge.key")
-# With --force, because munged otherwise refuses a socket in a folder below a private one.
-start munged munged --foreground --force --socket="$folder/munge.socket" --key-file="$folder/munge.key" \
-  --pid-file="$folder/munged.pid" --log-file="$folder/munged.log" --seed-file="$folder/munged.seed"
-for _ in {1..100}; do
-  [[ ! -S "$folder/munge.socket" ]] || break
-  sleep 0.1
-done
-start slurmctld slurmctld -D -f "$SLURM_CONF"
-for node in "${nodes[@]}"; do start "slurmd-$node" slurmd -D -N "$node" -f "$SLURM_CONF"; done
+node() { # NAME: makes this process a node, and then its slurmd
+  hostname "$1"
+  mount --bind "$folder/hosts" /etc/hosts
+  # `ip netns exec` mounts /sys anew.
+  mount -t tmpfs cgroups /sys/fs/cgroup
+  mkdir "$freezer"
+  mount -t cgroup -o freezer freezer "$freezer"
+  local own="$folder/tmp-$1" path
+  mkdir -m 1777 "$own"
+  for path in "$shared" "$repository"; do
+    [[ "$path" == /tmp/* ]] || continue
+    mkdir -p "$own${path#/tmp}"
+    mount --rbind "$path" "$own${path#/tmp}"
+  done
+  mount --rbind "$own" /tmp
+  exec slurmd -D -N "$1"
+}
 
-ready=""
-for _ in {1..150}; do
-  if [[ "$(sinfo --noheader --partition=main --states=idle --format=%D 2>/dev/null)" == "${#nodes[@]}" ]]; then
-    ready=yes
-    break
-  fi
-  sleep 0.2
-done
-if [[ -z "$ready" ]]; then
-  echo "with_slurm.sh: Slurm did not start within 30 seconds; its last words:" >&2
-  tail -n 5 "$folder"/*.log "$folder"/*.out >&2
-  exit 3
-fi
-
-status=0
-"$@" &
-command_pid=$!
-wait "$command_pid" || status=$?
-command_pid=""
-exit "$status"
+case "$role" in
+  login) login_node ;;
+  node) node "$names" ;;
+  *)
+    configure
+    "${apart[@]}" --net "$0" "$folder" login "$names" &
+    apart_pid=$!
+    # Slurm leaves its cgroups; without processes they can be removed.
+    trap 'kill -KILL "$apart_pid" 2>/dev/null || true; wait || true
+      find "$freezer/slurm_$names"-* -depth -type d -exec rmdir {} + 2>/dev/null || true' EXIT
+    trap 'exit 143' TERM INT HUP
+    echo "$apart_pid" >"$folder/login.pid"
+    for _ in {1..300}; do
+      [[ ! -e "$folder/up" ]] || break
+      sleep 0.1
+    done
+    if [[ ! -e "$folder/up" ]]; then
+      echo "with_slurm.sh: Slurm did not start within 30 seconds; its last words:" >&2
+      tail -n 5 "$folder"/*.log "$folder"/*.out >&2
+      exit 3
+    fi
+    wait
+    ;;
+esac
