@@ -10,6 +10,14 @@ variables_of() { # FILE...
   sed -n 's/^#   \([A-Z][A-Z_]*\(  *[A-Z][A-Z_]*\)*\)  .*/\1/p' "$@" | tr -s ' ' '\n'
 }
 
+# Beginnings of our flags: those that say what is compressed and how, with those of the paper's artifact, and the others.
+# shellcheck disable=SC2034  # by pretrain_gpt.sh and compare.sbatch
+compressing='^--(no-)?(optimus-cc|pipeline-forward-format|compressed-backprop|lazy-error|residual-across|fused-embedding-sync'
+compressing+='|dp-(compression|error-feedback)|param-gather-format|expert-(dispatch|gradient)-format|compression-(seed|state)'
+compressing+='|block-rotation|only-between-nodes|exact-blocks|(inter_|selective_)?grad_comp|emb_comm_opt|use_error_feedback|comp_seed)'
+# shellcheck disable=SC2034
+other_ours='^--(no-)?(compression-(metrics|forecast|trial|error-stat)|require-triton|force-compression|message-memory|check_orth_error)'
+
 # Prints "WORD NAME" for the first word that is none of the names, but nearly one of them: up to one letter (from ten
 # letters on two) too many, too few, another, or in the wrong order. NODE or MODELS may well be somebody else's: a name
 # of less than eight letters has to be as long, and one of less than five is like too many.

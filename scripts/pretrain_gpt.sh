@@ -107,11 +107,6 @@ given() { # FLAG...: succeeds if one of these is among the user's flags
   return 1
 }
 
-# Beginnings of the flags that say what is compressed and how, with those of the paper's artifact.
-compressing='^--(no-)?(optimus-cc|pipeline-forward-format|compressed-backprop|lazy-error|residual-across|fused-embedding-sync'
-compressing+='|dp-(compression|error-feedback)|param-gather-format|expert-(dispatch|gradient)-format|compression-(seed|state)'
-compressing+='|block-rotation|only-between-nodes|exact-blocks|(inter_|selective_)?grad_comp|emb_comm_opt|use_error_feedback|comp_seed)'
-
 arguments=()
 value_of() { # FLAG: its value on the command line; the last one counts
   local place all=("${arguments[@]}" "${flags[@]}") value=1

@@ -39,6 +39,12 @@ done
 }
 results="${RESULTS:-$(find_workspace "$root")/results/paper$([[ $scale == paper ]] || echo "-$scale")}"
 
+if [[ "$scale" == paper && ${#dry_run[@]} -eq 0 && -z "${SLURM_JOB_ID:-}${NODE_LIST:-}" ]] && command -v sbatch >/dev/null; then
+  echo "all.sh: error: --scale paper: this machine is none of the cluster's nodes, and sbatch is on PATH." \
+    "Submit the experiments: scripts/slurm/submit.sh paper all$([[ $pattern == '*' ]] || echo " --only '$pattern'") --gpus-per-node=8" >&2
+  exit 2
+fi
+
 failed=() matching=0
 attempt() { # NAME COMMAND...
   # shellcheck disable=SC2053  # a pattern is meant

@@ -132,20 +132,37 @@ _technique_flags() {
   done
 }
 
+# Weights and Adam's two moments in fp32 take 12 bytes a parameter.
+_checkpoint_gigabytes() {
+  awk -v l="$NUM_LAYERS" -v h="$HIDDEN_SIZE" 'BEGIN { print 12 * (12 * l * h * h + 50304 * h) / 1e9 }'
+}
+
+# Seconds of an iteration are vanilla's, as `optimus-cc plan --cluster paper` predicts them for the paper's layout.
+_describe() { # EXPERIMENT: prints its name, nodes, iterations, GPU hours and TB on disk
+  local seconds checkpoints=1
+  case "$paper_model" in
+    335m) seconds=1.73 ;;
+    2.5b) seconds=1.69 ;;
+    8.3b) seconds=4.02 ;;
+  esac
+  [[ "$paper_kind" != pretraining ]] || checkpoints=$((TRAIN_ITERS / 10000 + 1))
+  awk -v name="$1" -v nodes="${NODES:-1}" -v gpus="$((${NODES:-1} * PROCESSES_PER_NODE))" -v n="$TRAIN_ITERS" -v s="$seconds" \
+    -v gb="$(_checkpoint_gigabytes)" -v kept="$checkpoints" \
+    'BEGIN { printf "%-26s %5d %10d %10.1f %8.2f\n", name, nodes, n, n * s * gpus / 3600, kept * gb / 1000 }'
+}
+
 # Of 230 checkpoints those of every 10,000 iterations stay, and the last; a deleted one takes its state along.
 _keep_few_checkpoints() {
-  local interval="${SAVE_INTERVAL:-1000}" retained billions
+  local interval="${SAVE_INTERVAL:-1000}" retained
   [[ "$interval" =~ ^[1-9][0-9]*$ ]] || return 0 # the launcher refuses it
   retained=$(((10000 + interval - 1) / interval * interval))
   flags+=(--save-retain-interval "$retained")
-  # Weights and Adam's two moments in fp32 take 12 bytes a parameter.
-  billions="$(awk -v l="$NUM_LAYERS" -v h="$HIDDEN_SIZE" 'BEGIN { print (12 * l * h * h + 50304 * h) / 1e9 }')"
-  awk -v b="$billions" -v n="$((TRAIN_ITERS / retained + 1))" -v every="$retained" \
-    'BEGIN { printf "a checkpoint of every %d iterations is kept: %d of about %.0f GB, %.1f TB in all\n", every, n, 12 * b, 12 * b * n / 1000 }' >&2
+  awk -v gb="$(_checkpoint_gigabytes)" -v n="$((TRAIN_ITERS / retained + 1))" -v every="$retained" \
+    'BEGIN { printf "a checkpoint of every %d iterations is kept: %d of about %.0f GB, %.1f TB in all\n", every, n, gb, gb * n / 1000 }' >&2
 }
 
 run() { # the experiment's command line
-  local scale="${SCALE:-paper}" dry_run=false check=false experiment folder log command
+  local scale="${SCALE:-paper}" dry_run=false check=false describe=false experiment folder log command
   local further=() flags=() schedule=() compression_rank dp_compression_rank watched=()
   while [[ $# -gt 0 ]]; do
     case "$1" in
@@ -157,6 +174,7 @@ run() { # the experiment's command line
       --scale=*) scale="${1#*=}" ;;
       --dry-run) dry_run=true ;;
       --check) check=true ;;
+      --describe) describe=true ;;
       --help | -h)
         sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$paper_root/scripts/paper/common.sh"
         exit 0
@@ -172,6 +190,10 @@ run() { # the experiment's command line
     tiny) _tiny_scale ;;
     *) _refuse --scale "'$scale' is not known" "Give paper or tiny" ;;
   esac
+  if $describe; then
+    _describe "$experiment"
+    return
+  fi
   RESULTS="${RESULTS:-$paper_workspace/results/paper$([[ $scale == paper ]] || echo "-$scale")}"
   folder="$RESULTS/$experiment"
 

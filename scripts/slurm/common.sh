@@ -20,7 +20,7 @@ not_into_images=(PYTHONPATH PYTHONHOME CC CXX LD_PRELOAD)
 known_variables() {
   variables_of "$root/scripts/slurm/submit.sh" "$root/scripts/slurm/$job.sbatch"
   case "$job" in
-    paper) variables_of "$root/scripts/slurm/pretrain.sbatch" "$root/scripts/pretrain_gpt.sh" ;;
+    paper | compare) variables_of "$root/scripts/slurm/pretrain.sbatch" "$root/scripts/pretrain_gpt.sh" ;;
     pretrain) variables_of "$root/scripts/pretrain_gpt.sh" ;;
   esac
 }
@@ -132,6 +132,17 @@ use_image() { # FLAGS OF THE JOB...: mounts the absolute paths among the flags, 
   set_here="$(compgen -e | grep -E -x -e "$(known_variables | paste -sd'|')" -e "$into_images" -e "${asked//,/|}" |
     grep -v -x -e IMAGE -e IMAGE_ENV | paste -sd,)" || true
   [[ -z "$set_here" ]] || step+=(--container-env="$set_here")
+}
+
+# shellcheck disable=SC2034  # by the batch scripts
+use_python() { # sets `python`: the image's, or that of this machine, which then finds the repository's package
+  python=python
+  [[ -z "${IMAGE:-}" ]] || return 0
+  # shellcheck source=scripts/find_python.sh
+  source "$root/scripts/find_python.sh"
+  python="$(find_python "$root")" ||
+    refuse PATH "there is no 'python' on it, and no .venv in $root that you may run" "Run scripts/setup_env.sh, or set IMAGE"
+  export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 }
 
 mounts() { # [twice]: prints the folders; twice: also the folder inside the image, which is the same

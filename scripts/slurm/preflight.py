@@ -1,20 +1,23 @@
 """Check of a job's nodes before it trains: torchrun starts it on each of them, as scripts/slurm/preflight.sbatch says.
 
 Every node reports its faults. Then each node exchanges data with one neighbour, all pairs at once, and the layout's
-process groups that span nodes reduce. Rank 0 prints a table and writes the JSON that `optimus-cc plan --cluster` reads.
+process groups that span nodes reduce, and exchange all to all. NCCL's own lines say which transport it took. Rank 0
+prints a table and writes the JSON that `optimus-cc plan --cluster` reads.
 """
 
 import argparse
 import json
 import os
+import re
 import resource
 import shutil
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,52 @@ def node_faults(interface: str, on_gpus: bool) -> list[str]:
     if on_gpus and not shutil.which("nvidia-smi"):
         found.append(f"driver: {node} has no nvidia-smi. Install NVIDIA's driver there, or leave the node out.")
     return found
+
+
+def active_ports(folder: Path = Path("/sys/class/infiniband")) -> dict[str, str]:
+    """Return the ports of InfiniBand and RoCE that are up, with layer and rate, such as "InfiniBand 400 Gb/sec"."""
+    ports = {}
+    for port in sorted(folder.glob("*/ports/*")):
+        state, layer, rate = ((port / name).read_text().strip() for name in ("state", "link_layer", "rate"))
+        if "ACTIVE" in state:
+            ports[f"{port.parent.parent.name}:{port.name}"] = f"{layer} {rate.partition(' (')[0]}"
+    return ports
+
+
+def transport(lines: Iterable[str]) -> str:
+    """Return what carries NCCL's messages between nodes by its own lines (NCCL_DEBUG=INFO): IB, Socket or a plugin's
+    name; empty if they do not say.
+
+    Older versions look at sockets before they take IB, so a network that is only looked at counts least.
+    """
+    looked_at = chosen = ""
+    for line in lines:
+        if match := re.search(r"NCCL INFO NET/(\w+) ?: Using ", line):
+            looked_at = match[1]
+        elif match := re.search(r"NCCL INFO (?:Using network (\S.*?)\s*$|Channel .* via NET/([^/\s]+))", line):
+            chosen = match[1] or match[2]
+    return chosen or looked_at
+
+
+def slow_path(node: str, took: str, ports: Mapping[str, str], environment: Mapping[str, str]) -> str:
+    """Return a sentence if NCCL took sockets although a faster port is up, and nobody asked it to; else nothing."""
+    asked = environment.get("NCCL_IB_DISABLE") == "1" or environment.get("NCCL_NET", "").lower() == "socket"
+    if took != "Socket" or not ports or asked:
+        return ""
+    up = ", ".join(f"{port} ({what})" for port, what in ports.items())
+    return (
+        f"network: NCCL took sockets on {node}, where {up} is up. Look for NET/IB in NCCL_DEBUG=INFO's lines (is "
+        "libibverbs in the image? does NCCL_IB_HCA name the port?), or set NCCL_IB_DISABLE=1 if sockets are meant."
+    )
+
+
+def network_name(took: str, ports: Mapping[str, str], interface: str) -> str:
+    """Return a name for the measured network, such as "IB over 8 x InfiniBand 400 Gb/sec"."""
+    if took == "Socket" or not ports:
+        return f"{took or 'gloo'}{f' over {interface}' if interface else ''}"
+    return f"{took} over " + ", ".join(
+        f"{list(ports.values()).count(what)} x {what}" for what in sorted({*ports.values()})
+    )
 
 
 def doctor_says() -> str:
@@ -98,8 +147,10 @@ def neighbours(node: int, nodes: int, local: int, per_node: int, device: torch.d
     return {"latency": latency, "rate": nbytes / seconds(exchange(peer, nbytes, device), device)}
 
 
-def groups(placement: Placement, rank: int, device: torch.device) -> dict[str, float]:
-    """Return the bytes per second of an all-reduce, as a ring moves them, for each kind of group that spans nodes."""
+def groups(placement: Placement, rank: int, device: torch.device) -> dict[str, tuple[float, float]]:
+    """Return the bytes per second of an all-reduce, as a ring moves them, and of those that an all-to-all sends out of
+    this rank's node, for each kind of group that spans nodes.
+    """
     found = {}
     for kind in ("data", "pipeline", "tensor"):
         if placement.size(kind) == 1 or placement.stays_inside(kind):
@@ -110,7 +161,13 @@ def groups(placement: Placement, rank: int, device: torch.device) -> dict[str, f
                 mine, size = group, len(ranks)
         values = torch.zeros((MEGABYTES[device.type] << 20) // 4, device=device)
         taken = seconds(lambda mine=mine, values=values: dist.all_reduce(values, group=mine), device)
-        found[kind] = 2 * (size - 1) / size * values.nbytes / taken
+        values = values[: values.numel() // size * size]
+        into, here = torch.empty_like(values), rank // placement.ranks_per_node
+        away = sum(other // placement.ranks_per_node != here for other in dist.get_process_group_ranks(mine))
+        exchanged = seconds(
+            lambda mine=mine, values=values, into=into: dist.all_to_all_single(into, values, group=mine), device
+        )
+        found[kind] = 2 * (size - 1) / size * values.nbytes / taken, away / size * values.nbytes / exchanged
     return found
 
 
@@ -124,10 +181,11 @@ def report(everyone: list[dict[str, Any]], placement: Placement, cluster: dict[s
         shown = f"{rate / 1e9:.2f} GB/s to its neighbour" if rate else "no neighbour"
         lines.append(f"{ranks[0]['host']}: driver {ranks[0]['driver']}, {shown}")
     for kind in everyone[0]["groups"]:
-        slowest = min(everyone, key=lambda rank: rank["groups"][kind])
-        lines.append(
-            f"{kind}-parallel all-reduce: at least {slowest['groups'][kind] / 1e9:.2f} GB/s ({slowest['host']})"
-        )
+        for place, name in enumerate(("all-reduce", "all-to-all, out of a node")):
+            slowest = min(everyone, key=lambda rank: rank["groups"][kind][place])
+            rate = slowest["groups"][kind][place]
+            lines.append(f"{kind}-parallel {name}: at least {rate / 1e9:.2f} GB/s a rank ({slowest['host']})")
+    lines.append(f"network: {cluster['network']}")
     lines.append(f"a node sends {cluster['node_rate'] / 1e9:.2f} GB/s, a hop takes {cluster['hop'] * 1e6:.0f} us")
     return lines
 
@@ -156,6 +214,8 @@ def main() -> int:
         if local == 0:
             print("\n".join(f"preflight: error: {fault}" for fault in faults), flush=True)
         return 1
+    said = Path(tempfile.gettempdir(), f"preflight-nccl-{os.getpid()}.txt")
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(said)}
     device = torch.device("cuda", local) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
@@ -167,7 +227,11 @@ def main() -> int:
     mine = {
         "host": socket.gethostname(), "driver": driver(), "groups": groups(placement, rank, device),
         "neighbour": neighbours(rank // per_node, world // per_node, local, per_node, device),
+        "took": transport(said.read_text(errors="replace").splitlines()) if said.exists() else "",
     }  # fmt: skip
+    said.unlink(missing_ok=True)
+    ports = active_ports()
+    mine["slow"] = slow_path(mine["host"], mine["took"], ports, os.environ) if local == 0 else ""
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, mine)
     if rank == 0:
@@ -181,17 +245,23 @@ def main() -> int:
         name = torch.cuda.get_device_name(device) if on_gpus else ""
         known = [gpu for gpu in ("A100", "H100") if gpu in (asked.gpu or name)]
         latencies = [one["neighbour"]["latency"] for one in everyone if one["neighbour"]]
+        rate = min(rate for rate in rates if rate)
         cluster = {
-            "gpu": known[0] if known else "H100", "network": "100gbe", "gpus_per_node": per_node,
-            "node_rate": min(rate for rate in rates if rate), "hop": statistics.median(latencies),
+            "gpu": known[0] if known else "H100", "network": network_name(mine["took"], ports, asked.interface),
+            "gpus_per_node": per_node, "node_rate": rate, "hop": statistics.median(latencies),
         }  # fmt: skip
+        if exchanged := [other for one in everyone for _, other in one["groups"].values() if other]:
+            cluster["all_to_all_share"] = min(1.0, per_node * min(exchanged) / rate)
         print("\n".join(f"preflight: {line}" for line in report(everyone, placement, cluster)), flush=True)
         if not known:
             print(f"preflight: {name or 'a CPU'} is planned as an H100; --gpu A100 says otherwise", flush=True)
         Path(asked.output).write_text(json.dumps(cluster, indent=1) + "\n")
         print(f"preflight: optimus-cc plan --cluster {asked.output} reads what was measured", flush=True)
+    slow = [one["slow"] for one in everyone if one["slow"]]
+    if rank == 0:
+        print("\n".join(f"preflight: error: {fault}" for fault in slow), end="\n" * bool(slow), flush=True)
     dist.destroy_process_group()
-    return 0
+    return int(bool(slow))
 
 
 if __name__ == "__main__":

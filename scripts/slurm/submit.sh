@@ -6,8 +6,10 @@
 #   scripts/slurm/submit.sh pretrain MODEL=2.5b TENSOR_PARALLEL=8 PIPELINE_PARALLEL=4 DATA_PATH=... TOKENIZER_MODEL=... \
 #     --nodes=16 --gpus-per-node=8 -- --bf16 --optimus-cc balanced
 #   scripts/slurm/submit.sh paper table2/2.5b-cb IMAGE=optimus-cc.sqsh --gpus-per-node=8
+#   scripts/slurm/submit.sh paper all [--only PATTERN] [--dry-run] ...     all experiments, with nodes, hours and disk
+#   scripts/slurm/submit.sh paper collect ...                              their tables and pictures
 #
-# JOB is build_image, prepare_data, preflight, pretrain, paper or evaluate; `submit.sh JOB --help` explains its
+# JOB is build_image, prepare_data, preflight, compare, pretrain, paper or evaluate; `submit.sh JOB --help` explains its
 # variables, which can be set in the environment just as well. --dry-run, on either side of --, prints the lines of
 # sbatch, srun and torchrun that would run, and submits nothing. Sbatch's own variables hold, above all
 #   SBATCH_ACCOUNT  SBATCH_PARTITION  SBATCH_QOS      account, partition and quality of service
@@ -26,7 +28,7 @@ fail() { # WHAT REASON CURE
 
 job="${1:-}"
 case "$job" in
-  build_image | prepare_data | preflight | pretrain | paper | evaluate) shift ;;
+  build_image | prepare_data | preflight | compare | pretrain | paper | evaluate) shift ;;
   *)
     # shellcheck source=scripts/help.sh
     source "$root/scripts/help.sh"
@@ -49,10 +51,17 @@ unset SBATCH_GPUS                                # it goes on as a number for ea
 limit="${SBATCH_TIMELIMIT:-}" partition="${SBATCH_PARTITION:-}" own_signal="${SBATCH_SIGNAL:-}"
 # The experiment's name stands right behind the job's; it is the first of the batch script's own words.
 experiment=() one_node=""
-if [[ "$job" == paper && "${1:-}" == */* && "$1" != *=* ]]; then
+if [[ "$job" == paper && "${1:-}" == all ]]; then
+  shift
+  # shellcheck source=scripts/slurm/paper_all.sh
+  source "$here/paper_all.sh"
+  submit_all "$@"
+  exit
+fi
+if [[ "$job" == paper && "${1:-}" == @(*/*|figure14|collect) && "$1" != *=* ]]; then
   experiment=("$1")
-  # 335M is the artifact's functionality check, for one machine.
-  ! grep -qs '^model 335m' "$root/scripts/paper/$1.sh" || one_node=yes
+  # 335M is the artifact's functionality check, for one machine; figure 14 takes one GPU.
+  [[ "$1" == */* ]] && ! grep -qs '^model 335m' "$root/scripts/paper/$1.sh" || one_node=yes
   shift
 fi
 understand() { # OPTION VALUE: reads the options of sbatch on which layout and time depend
@@ -67,7 +76,7 @@ understand() { # OPTION VALUE: reads the options of sbatch on which layout and t
   esac
   [[ "$1" == -G || "$1" == --gpus ]] || options+=("${@:3}")
 }
-trains() { [[ "$job" == pretrain || "$job" == paper ]]; }
+trains() { [[ "$job" == @(pretrain|paper|compare) ]]; }
 while (($# > 0)); do
   case "$1" in
     --)
@@ -164,12 +173,12 @@ if trains; then
     [[ -z "$most_seconds" ]] || { [[ -n "$seconds" ]] && ((seconds <= most_seconds)); } ||
       fail --time "$limit is more than $most, the limit of $where" "Give --time=$most or less"
   fi
-  if [[ -z "$own_signal" ]]; then
+  if [[ -z "$own_signal" && "$job" != compare ]]; then
     # Slurm's signal comes ahead of the limit: time to finish an iteration and to save.
     lead=$((${seconds:-1800} / 3))
     options=("--signal=USR1@$((lead < 600 ? lead : 600))" "${options[@]}")
   fi
-  [[ -z "$seconds" ]] || ((seconds >= 900)) ||
+  [[ -z "$seconds" || "$job" == compare ]] || ((seconds >= 900)) ||
     echo "submit.sh: warning: --time: $limit is less than 15 minutes: a third of it is left for saving" >&2
 fi
 submit=(sbatch --export=ALL "${options[@]}" "$file" "${flags[@]}")

@@ -4,7 +4,7 @@
 # rank died, if it saved a checkpoint since it started.
 # shellcheck disable=SC2154  # job, root, scripts, step and container are common.sh's and the batch script's
 
-train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry-run, and its flags
+prepare() { # LAUNCHER FLAGS...: all checks of a script of scripts/ that takes --check and --dry-run, and its flags
   launcher="$1"
   shift
   [[ -n "${SLURM_JOB_NUM_NODES:-}" ]] || refuse "$job.sbatch" "this is not a job of Slurm's" "Use scripts/slurm/submit.sh"
@@ -32,9 +32,19 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
   own_resources
   step+=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --label)
   mark="$PWD/.interrupted-$SLURM_JOB_ID"
+}
+
+on_all_nodes() { # FLAGS...: the launcher's run; a dry run prints the step and the line that starts a node's ranks
+  start "${step[@]}" "${container[@]}" "$scripts/slurm/on_node.sh" "$mark" "$scripts/$launcher" "$@" --exit-signal-handler ||
+    return
+  [[ -z "${DRY_RUN:-}" ]] || IN_IMAGE="${IMAGE:-}" _launch --dry-run "$@"
+}
+
+train() { # LAUNCHER FLAGS...
+  prepare "$@"
+  shift
   if [[ -n "${DRY_RUN:-}" ]]; then
-    start "${step[@]}" "${container[@]}" "$scripts/slurm/on_node.sh" "$mark" "$scripts/$launcher" "$@" --exit-signal-handler
-    IN_IMAGE="${IMAGE:-}" _launch --dry-run "$@"
+    on_all_nodes "$@"
     return
   fi
   if [[ "$NODE_CACHE" == /tmp && "$(scontrol show config 2>/dev/null)" == *job_container/tmpfs* ]]; then
@@ -48,7 +58,7 @@ train() { # LAUNCHER FLAGS...: a script of scripts/ that takes --check and --dry
 
   echo "$job.sbatch: start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, master $MASTER_ADDR:$MASTER_PORT"
   status=0
-  "${step[@]}" "${container[@]}" "$scripts/slurm/on_node.sh" "$mark" "$scripts/$launcher" "$@" --exit-signal-handler || status=$?
+  on_all_nodes "$@" || status=$?
 
   if [[ -e "$mark" && "$status" == 0 ]]; then
     rm -f "$mark"

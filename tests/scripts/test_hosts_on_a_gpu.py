@@ -229,7 +229,7 @@ def test_a_slice_goes_on_where_the_last_one_stopped(tmp_path: Path, trained: lis
         on_gpu.measure(options)
     rates = ["none", "10gbit", "5gbit", "1gbit"]
     assert trained == [rates] * 3
-    rows = on_gpu.read_rows(options.rows, on_gpu._COLUMNS)
+    rows = on_gpu.read_rows(options.rows, on_gpu.COLUMNS)
     assert [row["rate"] for row in rows] == [*rates, *rates, *rates[:3]], "a rate that was finished is kept"
     said = on_gpu.measure(options)
     assert trained[3:] == [["1gbit"], ["10gbit", "5gbit"]]
@@ -246,7 +246,7 @@ def test_the_table_says_what_is_saved_of_what_free_coding_saves() -> None:
     each = on_gpu.Slice("gpt-1b", "pp2dp2z1", ("vanilla", "vanilla-bf16", "balanced", "free-coding"), ("10gbit",))
     seconds = {"vanilla": 2000.0, "vanilla-bf16": 1500.0, "balanced": 1100.0, "free-coding": 1000.0}
     rows = [
-        dict.fromkeys(on_gpu._COLUMNS, "1") | each.key(name, "10gbit", "H200") | {"median ms": ms}
+        dict.fromkeys(on_gpu.COLUMNS, "1") | each.key(name, "10gbit", "H200") | {"median ms": ms}
         for name, ms in seconds.items()
     ]
     (line,) = [line for line in on_gpu._shown([each], rows, dry=False).splitlines() if "| balanced |" in line]

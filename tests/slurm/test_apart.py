@@ -1,4 +1,4 @@
-"""What goes wrong only on nodes that are apart: folders of two jobs, allocations in allocations, GPUs, short limits."""
+"""Jobs on nodes that are apart: one folder for two of them, allocations in allocations, GPUs, short limits."""
 
 import re
 import time

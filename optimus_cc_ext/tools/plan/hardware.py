@@ -10,7 +10,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from optimus_cc_ext.tools.plan import PlanError
 
@@ -140,6 +140,9 @@ class Network:
     exchange_share: float = Constant(1.0, "assumed", "full duplex")
     """Share of the rate that a message between stages reaches while another message comes the other way."""
 
+    all_to_all_share: float = Constant(1.0, "assumed", "as a ring's")
+    """Share of the rate that an all-to-all reaches."""
+
 
 _HOP = Constant(14e-6, "measured", "NCCL 2.x tuning.cc: network hop of a ring, protocol Simple")
 _TCP_HOP = Constant(
@@ -226,8 +229,19 @@ def gpu_of(name: str) -> Gpu:
     return GPUS[name]
 
 
-def _named(gpu: str, network: str) -> Cluster:
-    return Cluster(gpu=gpu_of(gpu), network=network_of(network), gpus_per_node={"GB10": 1, "GB200": 4}.get(gpu, 8))
+def _named(gpu: str, network: Network) -> Cluster:
+    return Cluster(gpu=gpu_of(gpu), network=network, gpus_per_node={"GB10": 1, "GB200": 4}.get(gpu, 8))
+
+
+def _network_in(content: dict[str, Any]) -> Network:
+    """Return the network of a cluster file, which may have any name if the file has its rate and latency."""
+    name = str(content.pop("network"))
+    try:
+        return network_of(name)
+    except PlanError:
+        if not {"node_rate", "hop"} <= content.keys():
+            raise
+        return Network(name=name, node_rate=content["node_rate"], hop=content["hop"])
 
 
 def cluster_of(name: str) -> Cluster:
@@ -245,12 +259,12 @@ def cluster_of(name: str) -> Cluster:
             others = ", GPU-NETWORK such as h100-100gbe, or a file whose name ends in .json"
             raise PlanError(_unknown("cluster", name, list(CLUSTERS)) + others)
         try:
-            return _named(gpu.upper(), network)
+            return _named(gpu.upper(), network_of(network))
         except PlanError as error:
             raise PlanError(f"--cluster {name}: {error}, or give a cluster file with what differs") from None
     try:
         content = json.loads(Path(name).read_text(encoding="utf-8"))
-        cluster = _named(content.pop("gpu"), content.pop("network"))
+        cluster = _named(content.pop("gpu"), _network_in(content))
     except PlanError:
         raise
     except (OSError, ValueError, KeyError, AttributeError) as error:

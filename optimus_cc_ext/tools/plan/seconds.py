@@ -317,7 +317,8 @@ def all_to_all(cluster: Cluster, group: Group, nbytes: float) -> float:
     if n == 1 or not nbytes:
         return 0.0
     inside = nbytes * (group.per_node - 1) / n / cluster.gpu.nvlink
-    outside = nbytes * (n - group.per_node) / n * group.per_node * group.rings / cluster.network.node_rate
+    outside = nbytes * (n - group.per_node) / n * group.per_node * group.rings
+    outside /= cluster.network.node_rate * cluster.network.all_to_all_share
     return _BASE["Simple"] + (cluster.network.hop if nodes > 1 else _NVLINK_HOP["Simple"]) + max(inside, outside)
 
 

@@ -96,6 +96,7 @@ UNITS = {
     "gemm_efficiency": "of the peak", "memory_efficiency": "of the rate", "layer_overhead": "s",
     "mixture_efficiency": "of a dense layer's speed", "node_rate": "bytes/s", "hop": "s",
     "exchange_share": "of the rate",
+    "all_to_all_share": "of the rate",
 }  # fmt: skip
 """Units of the constants of a GPU and a network."""
 

@@ -47,7 +47,7 @@ _BYTES_PER_WEIGHT = 64
 """Bytes of GPU memory for each weight of a model: parameters, gradients, optimizer and activations of four ranks."""
 
 _KEY = ("model", "layout", "variant", "rate", "queues", "flags", "gpu")
-_COLUMNS = (
+COLUMNS = (
     *_KEY, "iterations", "median ms", "fastest ms", "slowest ms", "loss", "after iterations", "kernel MB", "log MB",
     "driver", "nccl", "torch", "at the same time", "commit", "command",
 )  # fmt: skip
@@ -104,11 +104,11 @@ def measure(options: Namespace) -> str:
             here = [each for each in wanted if dry or each.queues == os.environ.get(QUEUES, "")]
             runs = [(each, variant) for each in here for variant in each.variants]
             for each, variant in _rehearsed(runs) if dry else runs:
-                made = [tuple(row[name] for name in _KEY) for row in read_rows(path, _COLUMNS)]
+                made = [tuple(row[name] for name in _KEY) for row in read_rows(path, COLUMNS)]
                 keys = [each.key(variant, rate, machine["gpu"]) for rate in each.rates]
                 if left := [key for key in keys if tuple(key.values()) not in made]:
                     _measure(each, variant, left, options, path, machine)
-    return _shown(wanted, read_rows(path, _COLUMNS), dry=dry)
+    return _shown(wanted, read_rows(path, COLUMNS), dry=dry)
 
 
 def _wanted(options: Namespace) -> list[Slice]:
@@ -154,7 +154,7 @@ def _measure(
             measured = [one for one in run.iterations if one.measured and one.rate == key["rate"]]
             if len(measured) >= counts[key["rate"]]:
                 about = machine | {"command": each.command(variant, [key["rate"]])}
-                add_row(path, key | about | _measured(measured), _COLUMNS)
+                add_row(path, key | about | _measured(measured), COLUMNS)
 
 
 def _tell(iteration: Iteration) -> None:
