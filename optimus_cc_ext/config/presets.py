@@ -59,12 +59,6 @@ class Layout:
     row_width: int = 0
     """The number of values of a token on its way to the experts; 0 if they do not divide into blocks."""
 
-    rows_per_token: float = 0
-    """Mean number of rows per token: one for each of its experts, times the capacity factor if experts are padded."""
-
-    recomputes_experts: bool = False
-    """True if the backward pass computes the experts' layers once more, and sends their tokens again."""
-
     train_iters: int | None = None
     seed: int = 1234
 
@@ -89,25 +83,10 @@ class Resolution:
     notes: tuple[str, ...] = ()
 
 
-def experts_in(model: Any, ranks: int) -> dict[str, Any]:
-    """Return the fields of `Layout` about experts.
-
-    Args:
-        model: the model's configuration, or Megatron's arguments.
-        ranks: the number of ranks over which the experts of a layer are dealt out; 0 for a model without experts.
-    """
+def row_width_of(model: Any) -> int:
+    """Return `Layout.row_width`, from a model's configuration or from Megatron's arguments."""
     values: int = getattr(model, "moe_latent_size", None) or getattr(model, "hidden_size", None) or 1
-    padded = getattr(model, "moe_pad_expert_input_to_capacity", False)
-    capacity = (padded and getattr(model, "moe_expert_capacity_factor", None)) or 1
-    recomputed = getattr(model, "recompute_granularity", None)
-    return {
-        "expert_parallel": ranks,
-        "row_width": values if values % BLOCK == 0 else 0,
-        "rows_per_token": capacity * getattr(model, "moe_router_topk", 0) if ranks else 0,
-        "recomputes_experts": recomputed == "full"
-        or bool(getattr(model, "moe_layer_recompute", False))
-        or (recomputed == "selective" and "moe" in (getattr(model, "recompute_modules", None) or ())),
-    }
+    return 0 if values % BLOCK else values
 
 
 def config_of(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.config.presets import Layout, experts_in
+from optimus_cc_ext.config.presets import Layout, row_width_of
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.techniques.grid import Grid
 
@@ -77,7 +77,8 @@ def layout_from(options: argparse.Namespace) -> Layout:
         instances=getattr(options, "num_distributed_optimizer_instances", None) or 1,
         sums_in_fp32=bool(getattr(options, "ddp_reduce_scatter_with_fp32_accumulation", False)),
         optimizer=options.optimizer,
-        **experts_in(options, options.expert_model_parallel_size if options.num_experts else 0),
+        expert_parallel=options.expert_model_parallel_size if options.num_experts else 0,
+        row_width=row_width_of(options),
         master_copies=(options.bf16 or options.fp16) and not options.use_precision_aware_optimizer,
         train_iters=_train_iters(options),
         seed=options.seed,

@@ -314,7 +314,8 @@ class Training:
             stages=layout.stages, data_parallel=layout.replicas, tied_embeddings=self.model.tied,
             train_iters=self.iterations, seed=self.seed, distributed_optimizer=layout.sharded,
             master_copies=layout.sharded,
-            **presets.experts_in(argparse.Namespace(hidden_size=self.model.hidden), self.model.expert_parallel),
+            expert_parallel=self.model.expert_parallel,
+            row_width=presets.row_width_of(argparse.Namespace(hidden_size=self.model.hidden)),
         )  # fmt: skip
         return presets.config_of(flags, place, ignore_others=ignore_others)
 

@@ -5,14 +5,16 @@ from enum import Enum
 from typing import Any
 
 import pytest
+import torch
 
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT
 from optimus_cc_ext.config.flags import Request
-from optimus_cc_ext.config.presets import Layout, check_layout, experts_in, resolve
+from optimus_cc_ext.config.presets import Layout, check_layout, resolve, row_width_of
 from optimus_cc_ext.config.refusals import conflicts, remarks
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks import attaching
+from optimus_cc_ext.tools.doctor.tokens import ExpertLayers
 
 TOKENS = OptimusConfig(expert_dispatch_format="int8", expert_gradient_format="int8")
 LAYOUT = {"stages": 1, "data_parallel": 2, "tied_embeddings": False, "expert_parallel": 2, "row_width": 256}
@@ -120,7 +122,7 @@ def test_a_layout_without_tokens_in_whole_blocks_is_refused(facts, reason) -> No
 
 def test_a_token_is_as_wide_as_the_latent_size_if_there_is_one() -> None:
     def width(**model: int | None) -> int:
-        return int(experts_in(Namespace(**model), 2)["row_width"])
+        return row_width_of(Namespace(**model))
 
     assert width(hidden_size=512, moe_latent_size=None) == width(hidden_size=512) == 512
     assert width(hidden_size=512, moe_latent_size=256) == 256
@@ -140,5 +142,11 @@ def test_a_token_is_as_wide_as_the_latent_size_if_there_is_one() -> None:
     ],
 )
 def test_capacity_padding_counts_as_tokens_and_recomputation_sends_them_again(model, rows, again) -> None:
-    found = experts_in(Namespace(hidden_size=512, moe_router_topk=2, **model), 2)
-    assert (found["rows_per_token"], found["recomputes_experts"]) == (rows, again)
+    megatrons = {
+        "num_experts": 4, "expert_model_parallel_size": 2, "moe_layer_freq": 1, "num_layers": 2,
+        "moe_router_topk": 2, "moe_router_dtype": None, "params_dtype": torch.float32,
+        "moe_pad_expert_input_to_capacity": False, "moe_expert_capacity_factor": None,
+        "recompute_granularity": None, "recompute_modules": None, "moe_layer_recompute": False,
+    }  # fmt: skip
+    found = ExpertLayers.of(Namespace(**megatrons | model))
+    assert (found.rows_per_token, found.recomputed) == (rows, again)

@@ -222,8 +222,8 @@ def _transfers(
 def tokens_of(gpt: Gpt, layout: Layout) -> Tokens | None:
     """Return the tokens of an exchange; None if no token is sent to other ranks."""
     sequence, batch, hidden = gpt.message
-    width, number = layout.row_width or hidden, sequence * batch * layout.rows_per_token
-    found = Tokens(layout=layout, number=number, dtype=gpt.parameter_dtype, hidden=width, mixture=gpt.mixture)
+    width, number = layout.row_width or hidden, sequence * batch * gpt.mixture.rows_per_token
+    found = Tokens(number=number, dtype=gpt.parameter_dtype, hidden=width, mixture=gpt.mixture)
     return found if gpt.mixture.layers else None
 
 

@@ -13,7 +13,6 @@ from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass
-from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.tools.doctor.findings import Finding
 
@@ -28,6 +27,12 @@ class ExpertLayers:
     probability: int = 4
     """Bytes of the probability of an expert, which is sent to the expert with each token."""
 
+    rows_per_token: float = 0
+    """Mean number of rows per token: one for each of its experts, times the capacity factor if experts are padded."""
+
+    recomputed: bool = False
+    """True if the backward pass computes the experts' layers once more, and sends their tokens again."""
+
     @classmethod
     def of(cls, args: argparse.Namespace) -> "ExpertLayers":
         """Return the facts in Megatron's arguments."""
@@ -36,9 +41,13 @@ class ExpertLayers:
         frequency = args.moe_layer_freq
         pattern = [not index % frequency for index in range(frequency)] if isinstance(frequency, int) else frequency
         layers = [bool(each) for each in islice(cycle(pattern), args.num_layers)]
+        capacity = (args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor) or 1
+        selected = args.recompute_granularity == "selective" and "moe" in (args.recompute_modules or ())
         return cls(
             layers=sum(layers) + layers[-1] * (getattr(args, "mtp_num_layers", None) or 0),
             probability={"fp32": 4, "fp64": 8}.get(args.moe_router_dtype, args.params_dtype.itemsize),
+            rows_per_token=capacity * args.moe_router_topk,
+            recomputed=args.recompute_granularity == "full" or getattr(args, "moe_layer_recompute", False) or selected,
         )
 
 
@@ -50,7 +59,6 @@ NO_EXPERT_LAYERS = ExpertLayers()
 class Tokens:
     """Tokens that one rank sends in one exchange, those that stay on the rank included."""
 
-    layout: Layout
     number: float
     """Number of rows: tokens of the rank in a micro-batch, times the experts of each."""
 
@@ -67,7 +75,7 @@ class Tokens:
 
     def sent_bytes(self, traffic: TrafficClass, chosen: str) -> float:
         """Return the bytes that a rank sends in one direction of one layer and micro-batch, to all ranks and itself."""
-        times = 2 if traffic is EXPERT_DISPATCH and self.layout.recomputes_experts else 1
+        times = 2 if traffic is EXPERT_DISPATCH and self.mixture.recomputed else 1
         return times * self.number * (2 * self.row_bytes(chosen) + self.mixture.probability)
 
     def memory(self, config: OptimusConfig) -> float:
@@ -79,7 +87,7 @@ class Tokens:
     def lines(self, config: OptimusConfig) -> Iterator[str]:
         """Yield the lines about the assumptions of the estimates."""
         yield "counted as if every expert got equally many tokens; the log counts the real ones, by destination rank"
-        if self.layout.recomputes_experts:
+        if self.mixture.recomputed:
             yield "recomputation sends the tokens of the forward pass twice"
         if nbytes := self.memory(config):
             yield (
