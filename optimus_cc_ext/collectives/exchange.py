@@ -55,12 +55,12 @@ from optimus_cc_ext.collectives.calls import (
 )
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce, exchange, gather, reduce_scatter
-from optimus_cc_ext.collectives.messages import AllGather, BlockCodecs, Formats, Tools, message_bytes
+from optimus_cc_ext.collectives.messages import AllGather, Formats, Tools, message_bytes
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.collectives.ranges import Range, cut, dealt, portions, views, within
 from optimus_cc_ext.collectives.reducers import Reducer
 from optimus_cc_ext.collectives.ring import SLOTS, Slice
-from optimus_cc_ext.compressors.blocks import AT_ONCE, BlockLayout, Codec, joined
+from optimus_cc_ext.compressors.blocks import AT_ONCE, BlockLayout, joined
 from optimus_cc_ext.compressors.formats import BLOCK, format_named, section_bytes
 from optimus_cc_ext.errors import FlagError
 
@@ -316,9 +316,8 @@ class Exchange(Reducer):
     plan: ExchangePlan
 
     def __init__(self, plan: ExchangePlan, groups: Groups, tools: Tools) -> None:
-        assert tools.codecs is not None or not plan.coded, "a plan in blocks of few bits needs codecs"
-        codecs = tools.codecs or BlockCodecs(*map(Codec, plan.formats))  # dense values are the same in every format
-        self.plan, self.groups, self.codecs, self.gauge = plan, groups, codecs, tools.gauge
+        assert tools.codecs is not None, "a plan in blocks of few bits needs codecs"
+        self.plan, self.groups, self.codecs, self.gauge = plan, groups, tools.codecs, tools.gauge
         self._lane, self.rank = tools.lane, groups.across.rank()
         self.slices: list[_SumSlice] = [
             _SumSlice(self, *each, tools.device)

@@ -272,7 +272,7 @@ def _reduction(
             numel=record.numel, dense=dense, dtype=record.dtype, ranks=rules.ranks, sharded=rules.sharded,
             instances=rules.instances,
         )  # fmt: skip
-    if format == "low-rank" and coded:
+    if format == "low-rank":
         return LowRankPlan(
             numel=record.numel, low_rank=coded, dense=dense, dtype=record.dtype, ranks=rules.ranks,
             rank=rules.rank, sharded=rules.sharded,

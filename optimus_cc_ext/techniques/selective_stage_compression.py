@@ -273,7 +273,7 @@ class SelectiveStageCompression(Technique):
     def _connect(self, plan: GroupPlan, groups: Groups, device: torch.device) -> None:
         """Let the groups that reducers of this plan use make their first collective, each once."""
         used: dict[dist.ProcessGroup | None, bool] = {self.alone: False}
-        if self._may_compress(plan) and (self.codecs is not None or plan.rules.in_fp32):
+        if self._may_compress(plan) and self.codecs is not None:
             used[groups.across] = True
             if not groups.levels.instances:
                 used[groups.node] = plan.rules.in_fp32

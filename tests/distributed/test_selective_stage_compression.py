@@ -374,35 +374,3 @@ def test_before_training_a_group_makes_one_small_all_to_all_and_messages_have_th
     for sent, messages in run_ranks(2, _connected_before_training, timeout=60):
         assert sent == [32]
         assert messages >= 2 * 1024 // 2, "int4 messages in two directions"
-
-
-def _beside_low_rank(shape: tuple[int, ...]) -> tuple[torch.Tensor, list[str]]:
-    """Reduce two bf16 buckets of the distributed optimizer, one in low rank and one of `shape`; return the own shard
-    of the second, and the names of the reducers.
-    """
-    dist.init_process_group("gloo")
-    config = DataParallelCompressionConfig(dp_compression=True, dp_compression_rank=16, dp_compression_stages="all")
-    technique = SelectiveStageCompression(config, FastLowRank(), seed=1, state_dtype=torch.float32)
-    technique.take_stage(0, 1)
-    records = [
-        BucketRecord(numel=torch.Size(each).numel(), dtype=torch.bfloat16, parameters=[ParameterRecord(shape=each)])
-        for each in ((256, 256), shape)
-    ]
-    rules = BucketRules(ranks=2, sharded=True, format="low-rank", rank=16, in_fp32=True)
-    values = [torch.randn(record.numel, generator=torch.Generator().manual_seed(dist.get_rank())) for record in records]
-    of_megatron = SimpleNamespace(buckets=[SimpleNamespace(grad_data=each.bfloat16()) for each in values])
-    buckets = [MegatronBucket(of_megatron, n, record, torch.device("cpu")) for n, record in enumerate(records)]
-    plan, groups = GroupPlan.of(records, rules), Groups(dist.group.WORLD)
-    group = technique.add_group(plan, buckets, groups, overlapped=False, fused=None)
-    group.start(group.reducers, group.gradients, whole=False).wait()
-    shards = of_megatron.buckets[1].grad_data.view(2, -1)
-    return shards[dist.get_rank()], [type(reducer).__name__ for reducer in group.reducers]
-
-
-@pytest.mark.parametrize("shape", [(512,), (64, 64)], ids=["vectors", "a matrix that does not pay"])
-def test_a_bucket_without_factors_beside_low_rank_is_added_up_in_fp32_as_its_reduce_scatter_would(shape):
-    numel = torch.Size(shape).numel()
-    drawn = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(2)]
-    whole = (drawn[0].float() + drawn[1].float()).bfloat16().view(2, -1)
-    for rank, (shard, names) in enumerate(run_ranks(2, _beside_low_rank, shape)):
-        assert names == ["LowRankReducer", "Exchange"] and torch.equal(shard, whole[rank])
