@@ -3,16 +3,19 @@
 # shellcheck disable=SC2154  # here, root, fail are submit.sh's
 
 submit_all() { # [--only PATTERN] [--dry-run] WORDS OF SUBMIT.SH FOR EACH JOB...
-  local pattern='*' dry_run="" words=() behind="" file name names=() each
+  local pattern='*' dry_run="" words=() flags=() file name names=() given line
   while (($# > 0)); do
-    case "$behind$1" in
+    case "$1" in
       --only=*) pattern="${1#*=}" ;;
       --only)
         pattern="${2:-}"
         shift
         ;;
       --dry-run) dry_run=yes ;;
-      --) behind=yes words+=(--) ;;
+      --)
+        flags=("$@")
+        break
+        ;;
       SCALE=*) export SCALE="${1#*=}" ;;
       *) words+=("$1") ;;
     esac
@@ -33,13 +36,15 @@ submit_all() { # [--only PATTERN] [--dry-run] WORDS OF SUBMIT.SH FOR EACH JOB...
       printf "%-26s %5s %10s %10s %8s\n", $1, $2, $3, $4, $5; iterations += $3; hours += $4; disk += $5 }
     END { printf "%-26s %5s %10d %10.0f %8.1f\n", NR " trainings", "", iterations, hours, disk }'
   # What one experiment is refused for, all are, so that none is submitted.
-  "$here/submit.sh" paper "${names[0]}" --dry-run "${words[@]}" >/dev/null
   for name in "${names[@]}"; do
+    given=("$name" "${words[@]}")
+    [[ "$name" == figure14 ]] || given+=("${flags[@]}")
+    [[ "$name" != "${names[0]}" ]] || "$here/submit.sh" paper "${given[@]}" --dry-run >/dev/null
     if [[ -n "$dry_run" ]]; then
-      printf -v each ' %q' "$here/submit.sh" paper "$name" "${words[@]}"
-      echo "${each# }"
+      printf -v line ' %q' "$here/submit.sh" paper "${given[@]}"
+      echo "${line# }"
     else
-      DOCTOR=no "$here/submit.sh" paper "$name" "${words[@]}"
+      DOCTOR=no "$here/submit.sh" paper "${given[@]}"
     fi
   done
   [[ -n "$dry_run" ]] || echo "submit.sh: when they have ended: scripts/slurm/submit.sh paper collect" >&2
