@@ -126,6 +126,16 @@ node() { # NAME: makes this process a node, and then its slurmd
   exec slurmd -D -N "$1"
 }
 
+# shellcheck disable=SC2329  # by the trap
+stop() {
+  kill -KILL "$apart_pid" 2>/dev/null || true
+  # Slurm leaves its cgroups, which can be removed once their last process has gone.
+  for _ in {1..50}; do
+    compgen -G "$freezer/slurm_$names-*" >/dev/null || return 0
+    find "$freezer/slurm_$names"-* -depth -type d -exec rmdir {} + 2>/dev/null || sleep 0.1
+  done
+}
+
 case "$role" in
   login) login_node ;;
   node) node "$names" ;;
@@ -133,9 +143,7 @@ case "$role" in
     configure
     "${apart[@]}" --net "$0" "$folder" login "$names" &
     apart_pid=$!
-    # Slurm leaves its cgroups; without processes they can be removed.
-    trap 'kill -KILL "$apart_pid" 2>/dev/null || true; wait || true
-      find "$freezer/slurm_$names"-* -depth -type d -exec rmdir {} + 2>/dev/null || true' EXIT
+    trap stop EXIT
     trap 'exit 143' TERM INT HUP
     echo "$apart_pid" >"$folder/login.pid"
     for _ in {1..300}; do
