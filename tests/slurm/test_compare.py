@@ -13,7 +13,7 @@ from optimus_cc_ext.config.flags import add_flags
 from scripts.bench.cluster.on_gpu import COLUMNS
 from scripts.slurm.compare import line, row
 from tests.shell_scripts import ROOT
-from tests.slurm.real_slurm import ON_CPUS, Slurm, needs_slurm, slurm
+from tests.slurm.real_slurm import ON_CPUS, Slurm, needs_slurm, slurm, wait_until
 from tests.slurm.test_submit import Run, run, submit
 
 __all__ = ["run", "slurm"]  # the fixtures that the tests use
@@ -77,21 +77,13 @@ def test_the_line_has_the_medians_of_both_after_ten_iterations_and_the_losses(tm
 @needs_slurm
 @pytest.mark.timeout(600)
 def test_a_job_compares_vanilla_and_compressed_runs_of_a_tiny_model_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
-    words = [
-        "compare",
-        "MODEL=tiny",
-        "TRAIN_ITERS=14",
-        "PROCESSES_PER_NODE=1",
-        "OMP_NUM_THREADS=1",
-        "--nodes=2",
-        "--wait",
-    ]
-    done = slurm.attempt(
-        str(ROOT / "scripts/slurm/submit.sh"), *words, "--output=log", "--parsable", "--", *ON_CPUS, cwd=tmp_path
-    )
+    words = ["compare", "MODEL=tiny", "TRAIN_ITERS=14", "PROCESSES_PER_NODE=1", "OMP_NUM_THREADS=1", "--nodes=2"]
+    submit_sh = str(ROOT / "scripts/slurm/submit.sh")
+    job = slurm.run(submit_sh, *words, "--output=log", "--parsable", "--", *ON_CPUS, cwd=tmp_path)
+    wait_until(lambda: slurm.job(job)["JobState"] in ("COMPLETED", "FAILED", "TIMEOUT"), "the end", 550)
     said = (tmp_path / "log").read_text()
     print(said)
-    assert done.returncode == 0, said
+    assert slurm.job(job)["JobState"] == "COMPLETED", said
     assert re.search(
         r"compare: vanilla \S+ ms \(\S+, \S+\), compressed \S+ ms .* of vanilla's time; loss after 14", said
     )
