@@ -205,8 +205,12 @@ class Recorded:
     end: Tree = field(default_factory=dict)
 
     def note(self, call: Call) -> None:
-        """Copy the folder before a call, until the last save begins."""
-        if call.changes and not (self.folder / f"iter_{ITERATIONS:07d}").exists():
+        """Copy the folder before a call, until the last save begins and the one before it is in place: an asynchronous
+        save may end after the next one began.
+        """
+        before = self.store.tracker(self.calls[-1][1]) if self.calls else None
+        last = (self.folder / f"iter_{ITERATIONS:07d}").exists() and before == str(ITERATIONS - 2)
+        if call.changes and not last:
             self.calls.append((call, self.store.take(self.folder)))
 
     def first_by(self, key: Callable[[Tree], frozenset[str]]) -> list[tuple[Call, Tree]]:
