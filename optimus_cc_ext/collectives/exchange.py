@@ -42,6 +42,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -327,7 +328,7 @@ class Exchange(Reducer):
         received, total = plan.summed_in_fp32
         self._received = torch.empty(received, dtype=plan.dtype, device=tools.device)
         self._total = torch.empty(total, dtype=torch.float32, device=tools.device)
-        self.flat: torch.Tensor | None = None
+        self.flat: Any = None  # the bucket, from `start` to `finish`
         self._whole = False
         self._sums: list[PendingCollective] = []
 
@@ -401,17 +402,21 @@ class _SumSlice(Slice):
         self._gather = AllGather(
             own, exchange.groups.across, exchange.codecs.sums, "compressed gradient reduction (sums)"
         )
-        self._incoming = self._sums = torch.empty(0, dtype=torch.uint8)
+        self._incoming = self._sums = self._own_sums = torch.empty(0, dtype=torch.uint8)
         self._messages: PendingCollective | None = None
 
+    def cut(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the messages that are sent, those that arrive, and the sums, for which the exchange has ended."""
+        ranks, (gradients, of_sums) = self._ranks, self._bytes
+        outgoing, incoming = memory[: 2 * ranks * gradients].view(2, ranks, gradients)
+        sums = memory[: ranks * of_sums].view(ranks, of_sums)
+        return outgoing, incoming, sums, sums[self._exchange.rank]
+
     @torch.no_grad()
-    def begin(self, memory: torch.Tensor) -> None:
+    def begin(self, *views: torch.Tensor) -> None:
         """Encode all parts but the own one, and send each to the rank that adds it up."""
-        exchange, (gradients, sums) = self._exchange, self._bytes
-        assert exchange.flat is not None, "the exchange has been started"
+        exchange, (outgoing, self._incoming, self._sums, self._own_sums) = self._exchange, views
         flat, rank, codec = exchange.flat, exchange.rank, exchange.codecs.gradients
-        outgoing, self._incoming = memory[: 2 * self._ranks * gradients].view(2, self._ranks, gradients)
-        self._sums = memory[: self._ranks * sums].view(self._ranks, sums)  # the exchange has ended when it is filled
         with exchange.gauge.timed(self.device):
             codec.encode(flat, self._layout, outgoing, skipped=rank)
         if exchange.gauge.on:
@@ -425,17 +430,15 @@ class _SumSlice(Slice):
         """Wait for the exchange, add up the own part, and start the gather of sums if it is needed; once."""
         if self._messages is None:
             return
-        exchange, message = self._exchange, self._sums[self._exchange.rank]
-        assert exchange.flat is not None
-        self._messages.wait()
-        self._messages = None
+        exchange, pending, self._messages = self._exchange, self._messages, None
+        pending.wait()
         with exchange.gauge.timed(self.device):
             self._incoming[exchange.rank].zero_()
             exchange.codecs.gradients.decode_add(self._incoming, self._layout, exchange.rank, exchange.flat, onto=True)
             if exchange.sends_later:
-                self._gather.encode(exchange.flat, message)
+                self._gather.encode(exchange.flat, self._own_sums)
         if exchange.sends_later:
-            self._gather.start(self._sums, message)
+            self._gather.start(self._sums, self._own_sums)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -443,6 +446,5 @@ class _SumSlice(Slice):
         self.add_up()
         if self._gather.wait():
             exchange = self._exchange
-            assert exchange.flat is not None
             with exchange.gauge.timed(self.device):
                 exchange.codecs.sums.decode(self._sums, self._layout, exchange.flat)

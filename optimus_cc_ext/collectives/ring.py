@@ -18,8 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-SLOTS = 3
-"""Number of slots: while one slice is under way, another is encoded, and a third is decoded."""
+SLOTS = 4
+"""Number of slots. With three, reductions are ended so early that on a GPU with one queue of work they hold up the
+backward pass (tests/megatron/test_streams.py).
+"""
 
 
 def slot_bytes(megabytes: float) -> int:
@@ -62,11 +64,26 @@ class Slice(ABC):
         self.pending = False
         """True from `Lane.submit` until the messages are decoded."""
 
+        self.views: dict[torch.Tensor, tuple[torch.Tensor, ...]] = {}
+        """Views of the memory of each slot that it had, by that memory: making them anew would cost as much as a
+        kernel.
+        """
+
         self._stream: torch.cuda.Stream | None = None
 
+    def views_of(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return `cut` of a slot's memory, flat uint8 of at least `nbytes` bytes with any content."""
+        if memory not in self.views:
+            self.views[memory] = self.cut(memory)
+        return self.views[memory]
+
     @abstractmethod
-    def begin(self, memory: torch.Tensor) -> None:
-        """Encode and send messages in `memory`, flat uint8 of `nbytes` bytes with any content."""
+    def cut(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the views of a slot's memory that `begin` gets."""
+
+    @abstractmethod
+    def begin(self, *views: torch.Tensor) -> None:
+        """Encode messages into a slot's memory, and send them."""
 
     @abstractmethod
     def end(self) -> None:
@@ -119,6 +136,8 @@ class Ring:
         if any(has_streams(slot.device) for slot in self._free):
             torch.cuda.synchronize()  # a slot returns to the current stream, while another one may still use it
         self._free.clear()
+        for lane in self._lanes:
+            lane.forget_views()
 
     def submit(self, slices: Sequence[Slice], *, urgent: bool) -> None:
         """Begin slices, or let them wait for slots; `urgent` is that of their lane."""
@@ -154,7 +173,7 @@ class Ring:
             slice = self._waiting.popleft()
             with slice.on_its_stream():
                 slot = self._free.popleft() if self._free else _Slot(self._largest, slice.device)
-                slice.begin(slot.take(slice.nbytes))
+                slice.begin(*slice.views_of(slot.take()))
             self._under_way.append((slice, slot))
 
     def _end_oldest(self) -> None:
@@ -191,6 +210,12 @@ class Lane:
         self._exchanges[:] = [each for each in self._exchanges if any(each[0] is kept for kept in exchanges)]
         self.ring.drop_memory()
 
+    def forget_views(self) -> None:
+        """Forget the views of slots, which keep their memory."""
+        for slices, _ in self._exchanges:
+            for each in slices:
+                each.views.clear()
+
     @property
     def exchanges(self) -> list[Exchanged]:
         """The bytes of all exchanges of the lane."""
@@ -219,11 +244,11 @@ class _Slot:
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._used = torch.cuda.Event() if has_streams(device) else None
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self) -> torch.Tensor:
         """Return the memory. The current stream waits for the work that used it last."""
         if self._used is not None:
             self._used.wait()
-        return self._memory[:nbytes]
+        return self._memory
 
     def give_back(self) -> None:
         """Mark the end, on the current stream, of the work that uses the memory."""

@@ -144,10 +144,14 @@ class _GatherSlice(Slice):
             self._gather.encode(torch.sub(after, before[self._span], out=difference), self.message)
         self._gather.note_errors(difference, self.message, shards.gauge)
 
+    def cut(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the messages of all ranks."""
+        return (memory[: self.nbytes].view(self._shards.plan.ranks, -1),)
+
     @torch.no_grad()
-    def begin(self, memory: torch.Tensor) -> None:
+    def begin(self, *views: torch.Tensor) -> None:
         """Send the message to all ranks."""
-        self._messages = memory.view(self._shards.plan.ranks, -1)
+        (self._messages,) = views
         self._gather.start(self._messages, self.message)
 
     @torch.no_grad()

@@ -78,7 +78,7 @@ def _one_memory(*, shared: bool) -> Shared:
     with gathers.updating(of_megatron.buckets):
         own.add_(gradients.view(2, -1)[dist.get_rank()])
     gathers.gather([shards]).wait()
-    assert kept == gathers.message_bytes and technique.message_bytes == 0
+    assert kept + shards.change_bytes == gathers.message_bytes and technique.message_bytes == 0
     return Shared(
         weights, gradients.view(2, -1)[dist.get_rank()].clone(),
         [ring.nbytes for ring in rings], [sum(slot.nbytes for slot in ring._free) for ring in rings],

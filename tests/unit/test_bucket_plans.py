@@ -247,7 +247,7 @@ def test_rules_are_what_the_configuration_says_and_tests_may_put_a_format_that_l
     )  # fmt: skip
     rules = BucketRules.of(config, ranks=8, sharded=True, fused=True)
     assert rules == BucketRules(
-        ranks=8, sharded=True, format="int4", sums="int8", rank=7, fused="int8", gathered="int4", slot_bytes=10_000_000
+        ranks=8, sharded=True, format="int4", sums="int8", rank=7, fused="int8", gathered="int4", slot_bytes=7_500_000
     )  # fmt: skip
     assert BucketRules.of(config, ranks=8, sharded=True, fused=False).fused is None
     in_exact = OptimusConfig(dp_compression_format="int4", _exact_blocks=True)
