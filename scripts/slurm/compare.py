@@ -46,7 +46,7 @@ def row(log: Path) -> dict[str, Any]:
         if "traffic per iteration" in line
     ]
     return {
-        "variant": log.stem, "iterations": len(ms), "median ms": statistics.median(ms), "fastest ms": min(ms),
+        "variant": log.stem, "iterations": len(ms), "median ms": round(statistics.median(ms), 1), "fastest ms": min(ms),
         "slowest ms": max(ms), "loss": found[-1].loss, "after iterations": found[-1].iteration,
         "log MB": round(statistics.median(sent) / 1e6, 1) if sent else "",
     }  # fmt: skip
