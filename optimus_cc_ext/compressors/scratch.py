@@ -37,6 +37,11 @@ class Scratch:
         part = self._taken[name, shape, dtype, device] = buffer[:numel].view(shape)
         return part
 
+    def clear(self) -> None:
+        """Drop all memory; tensors that are still used keep theirs."""
+        self._buffers.clear()
+        self._taken.clear()
+
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())

@@ -30,6 +30,7 @@ from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.bucket_rules import ParameterRecord, replaced_group
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
+from optimus_cc_ext.techniques.crossing import stays_dense
 from optimus_cc_ext.techniques.param_gather import Gather, Shards
 from optimus_cc_ext.techniques.selective_stage_compression import BucketGroup
 from optimus_cc_ext.techniques.session import Session
@@ -162,9 +163,12 @@ def _groups(session: Session, replicas: dist.ProcessGroup, bucket_group: Any) ->
     if own is not None and dist.get_process_group_ranks(replicas) == dist.get_process_group_ranks(own):
         return groups, session.left_dense
     # The parameters of experts have replicas of their own.
-    inside = [DP_GRADIENTS] if groups.beside == replicas.size() else []
-    inside += [PARAM_GATHER] if groups.beside >= groups.owners.size() else []
-    return groups, frozenset(filter(config.is_dense_inside, inside))
+    places = () if new_groups is None else new_groups.places
+    among = {DP_GRADIENTS: replicas, PARAM_GATHER: groups.owners}
+    return groups, frozenset(
+        traffic for traffic, group in among.items()
+        if stays_dense(config, traffic, places, [dist.get_process_group_ranks(group)])
+    )  # fmt: skip
 
 
 def own_shard(bucket_group: Any, bucket: Any) -> torch.Tensor:

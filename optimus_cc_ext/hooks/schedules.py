@@ -138,7 +138,7 @@ def _announce_memory(session: Session) -> None:
     taken, free = zip(*everyone, strict=True)
     link, buckets, _ = max(taken, key=sum)
     messages = max(messages for *_, messages in taken)
-    if any(technique.on for technique in session.techniques):
+    if any(technique.remembers for technique in session.techniques):
         say(
             f"optimus-cc: {COMPRESSION_STATE} in {session.config.compression_state_dtype}: up to "
             f"{(link + buckets) / 1e6:.1f} MB on a rank ({link / 1e6:.1f} MB pipeline link, {buckets / 1e6:.1f} MB "

@@ -15,21 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors.blocks import Codec
+from optimus_cc_ext.collectives.ring import Ring
+from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.compressors.low_rank import LowRank
-from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import PIPELINE_BACKWARD, PIPELINE_FORWARD, TrafficClass
+from optimus_cc_ext.config.classes import TrafficClass
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.metrics.error_statistics import ErrorStatistics
-from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.crossing import hop_stays_inside
+from optimus_cc_ext.techniques.crossing import hops_between, stays_dense
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.messages import BlockMessages, DenseMessages, LinkPlan, LowRankMessages
 from optimus_cc_ext.techniques.schedule import Message, Schedule
-from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 from optimus_cc_ext.techniques.transfer import Transfer
 
@@ -37,41 +35,35 @@ from optimus_cc_ext.techniques.transfer import Transfer
 class CompressedBackprop(Technique):
     """Compressed activation gradients of this rank: the link to the stage before it, and the link from the stage after
     it.
-
-    Args:
-        codec: encodes in the configured format; None: that is low rank.
     """
 
-    def __init__(self, config: OptimusConfig, compressor: LowRank, codec: Codec | None) -> None:
-        self._scratch = Scratch()
-        super().__init__(
-            "compressed_backprop",
-            on=config.compressed_backprop_format == "low-rank",
-            states=FactorStates(config.compressed_backprop_rank, made_on_demand=True),
-            gauge=Gauge(self._scratch),
-        )
-        self._config, self.compressor, self._codec = config, compressor, codec
+    states_on_demand = True
+
+    def __init__(self, config: OptimusConfig, traffic: TrafficClass, ring: Ring | None = None) -> None:
+        super().__init__(config, traffic, ring)
+        self.compressor: LowRank = fast_compressor()
+        self._codec = self.new_codec()
         self.statistics = ErrorStatistics()
         self.sending: PipelineLink | None = None
         self.receiving: PipelineLink | None = None
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
         """Make the links that a rank at this place has."""
-        if self._config.compressed_backprop_format == "dense":
+        if not self.config.is_on(self.traffic):
             return
         assert grid.pipeline_group is not None, "the model has no pipeline"
         ranks, stage = dist.get_process_group_ranks(grid.pipeline_group), grid.place.stage
         before, after = (stage - 1) % grid.stages, (stage + 1) % grid.stages
-        crosses = partial(_crosses, self._config, PIPELINE_BACKWARD, grid, groups.places)
+        crosses = partial(_crosses, self.config, self.traffic, grid, groups.places)
         # With interleaving the first stage, too, sends activation gradients: to an earlier chunk, on the last stage.
         if (stage > 0 or grid.chunks > 1) and crosses(before):
             self.connect_to(before, stage, grid.place.rank, ranks[before])
         if (stage < grid.stages - 1 or grid.chunks > 1) and crosses(after):
-            self.receiving = self._link(LinkPlan(self._config, after, stage), grid.place.rank, ranks[after], "next")
+            self.receiving = self._link(LinkPlan(self.config, after, stage), grid.place.rank, ranks[after], "next")
 
     def connect_to(self, receiving_stage: int, sending_stage: int, rank: int, peer_rank: int) -> None:
         """Make the link on which this rank sends."""
-        self.sending = self._link(LinkPlan(self._config, sending_stage, receiving_stage), rank, peer_rank, "previous")
+        self.sending = self._link(LinkPlan(self.config, sending_stage, receiving_stage), rank, peer_rank, "previous")
 
     def _link(self, plan: LinkPlan, rank: int, peer_rank: int, peer: str) -> "PipelineLink":
         dense, compressed = DenseMessages(self.statistics), self.messages(plan)
@@ -83,7 +75,7 @@ class CompressedBackprop(Technique):
             return BlockMessages(self._codec, self.gauge, residual=bool(plan.config.lazy_error_propagation))
         return LowRankMessages(
             plan, self.compressor,
-            states=self.states, scratch=self._scratch, gauge=self.gauge, statistics=self.statistics,
+            states=self.states, scratch=self.scratch, gauge=self.gauge, statistics=self.statistics,
         )  # fmt: skip
 
     def preallocate(self, schedule: Schedule, like: torch.Tensor) -> None:
@@ -101,10 +93,10 @@ class CompressedBackprop(Technique):
     def begin(self, this: Iteration) -> None:
         """Begin a pass: reset the statistics, zero residuals that last for one iteration, number messages from 0."""
         super().begin(this)
-        self.statistics.begin(this.measured and self._config.compression_error_statistics)
-        compressing = not (self.dense or this.is_among_the_first(self._config.compressed_backprop_warmup))
+        self.statistics.begin(this.measured and self.config.compression_error_statistics)
+        compressing = not (self.dense or this.is_among_the_first(self.config.compressed_backprop_warmup))
         # Residuals from before a warm-up, which a run with a shorter one has left, would be out of date at its end.
-        if not compressing or self._config.residual_across_iterations == "drop":
+        if not compressing or self.config.residual_across_iterations == "drop":
             self.states.zero_residuals()
         for link in self._links():
             link.begin(this.schedule, compressing=compressing)
@@ -223,15 +215,11 @@ class CompressedForward(Technique):
     A stage sends each activation as blocks without a residual, and the next stage computes with the decoded activation
     in the forward pass, in recomputation and in the backward pass. The gradient that returns is that of the decoded
     activation.
-
-    Args:
-        codec: encodes the messages; None: activations are dense.
     """
 
-    def __init__(self, config: OptimusConfig, codec: Codec | None) -> None:
-        # The technique keeps no residuals and no warm starts, so checkpoints have no state of it.
-        super().__init__("pipeline_forward", on=False, states=FactorStates(1), gauge=Gauge())
-        self._config = config
+    def __init__(self, config: OptimusConfig, traffic: TrafficClass, ring: Ring | None = None) -> None:
+        super().__init__(config, traffic, ring)
+        codec = self.new_codec()
         self.messages = None if codec is None else BlockMessages(codec, self.gauge)
         self._sends = self._receives = self.messages is not None
         self.seen = False
@@ -242,7 +230,7 @@ class CompressedForward(Technique):
         if self.messages is not None:
             stage = grid.place.stage
             self._receives, self._sends = (
-                _crosses(self._config, PIPELINE_FORWARD, grid, groups.places, other % grid.stages)
+                _crosses(self.config, self.traffic, grid, groups.places, other % grid.stages)
                 for other in (stage - 1, stage + 1)
             )
 
@@ -279,5 +267,4 @@ def _crosses(
     alone asks for it and the stages share a node.
     """
     tensor = [grid.place.rank] if grid.tensor_group is None else dist.get_process_group_ranks(grid.tensor_group)
-    inside = config.is_dense_inside(traffic) and hop_stays_inside(places, tensor, grid.place.stage, other)
-    return not inside
+    return not stays_dense(config, traffic, places, hops_between(places, tensor, grid.place.stage, other))

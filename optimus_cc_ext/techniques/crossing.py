@@ -6,7 +6,7 @@ same way, since the first and the last stage may hold a tied embedding.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from optimus_cc_ext.collectives.nodes import Levels, levels_of
@@ -26,13 +26,22 @@ from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.techniques.grid import RankPlace
 
 
-def hop_stays_inside(
-    places: Sequence[RankPlace], tensor_ranks: Collection[int], stage: int, other: int
+def stays_dense(
+    config: OptimusConfig, traffic: TrafficClass, places: Sequence[RankPlace], groups: Iterable[Collection[int]]
 ) -> bool:  # fmt: skip
-    """Return whether the messages between `stage` and `other` stay inside a node, on all of `tensor_ranks`."""
-    nodes, pipelines = _nodes(places), {place.rank: place.pipeline for place in places}
-    hops = ((pipelines[rank][stage], pipelines[rank][other]) for rank in tensor_ranks)
-    return all(nodes[one] == nodes[another] for one, another in hops)
+    """Return whether traffic among each of these groups of ranks is left dense: a preset alone asks for it, and no
+    group leaves a node.
+    """
+    nodes = _nodes(places)
+    return config.is_dense_inside(traffic) and all(len({nodes[rank] for rank in ranks}) <= 1 for ranks in groups)
+
+
+def hops_between(
+    places: Sequence[RankPlace], tensor_ranks: Iterable[int], stage: int, other: int
+) -> list[tuple[int, int]]:  # fmt: skip
+    """Return the pairs of ranks of `stage` and `other` in the pipelines of `tensor_ranks`."""
+    pipelines = {place.rank: place.pipeline for place in places}
+    return [(pipelines[rank][stage], pipelines[rank][other]) for rank in tensor_ranks]
 
 
 def leaving_roles(places: Sequence[RankPlace], rank: int, stage: int) -> frozenset[str]:

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.collectives.calls import start_all_to_all
+from optimus_cc_ext.collectives.ring import Ring
 from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import TrafficClass
 from optimus_cc_ext.config.presets import Layout
-from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.metrics.traffic import Traffic
+from optimus_cc_ext.techniques.crossing import stays_dense
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
-from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
 
 _MEASURED_ROWS = 128
@@ -36,16 +36,11 @@ show the error, and cost little next to coding.
 
 
 class ExpertRows(Technique):
-    """Exchanges of rows in one direction, the forward or the backward pass: to the experts and back.
+    """Exchanges of rows in one direction, the forward or the backward pass: to the experts and back."""
 
-    Args:
-        traffic: the class of traffic.
-        codec: encodes the rows; None: they are sent dense.
-    """
-
-    def __init__(self, traffic: TrafficClass, config: OptimusConfig, codec: Codec | None) -> None:
-        super().__init__(traffic.name, on=False, states=FactorStates(1), gauge=Gauge())
-        self._codec, self.traffic, self.config = codec, traffic, config
+    def __init__(self, config: OptimusConfig, traffic: TrafficClass, ring: Ring | None = None) -> None:
+        super().__init__(config, traffic, ring)
+        self._codec = self.new_codec()
         self._away: Sequence[bool] = ()
         """True for each rank of the group that is on another node than this rank; empty: nodes are not known."""
 
@@ -59,7 +54,7 @@ class ExpertRows(Technique):
         ranks = [] if grid.expert_group is None else dist.get_process_group_ranks(grid.expert_group)
         self._away = [nodes[rank] != nodes[grid.place.rank] for rank in ranks]
         self._width = layout.row_width
-        if self.config.is_dense_inside(self.traffic) and not any(self._away):
+        if stays_dense(self.config, self.traffic, groups.places, [ranks]):
             self._codec = None
 
     @property

@@ -23,17 +23,15 @@ from optimus_cc_ext.collectives.calls import all_reduce_sum, connect
 from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce, gather
-from optimus_cc_ext.collectives.messages import BlockCodecs, Formats, GatheredSum, Tools, message_bytes
+from optimus_cc_ext.collectives.messages import Formats, GatheredSum, Tools, message_bytes
 from optimus_cc_ext.collectives.nodes import Levels
-from optimus_cc_ext.collectives.ring import Ring
+from optimus_cc_ext.collectives.ring import Ring, slot_bytes
 from optimus_cc_ext.compressors.blocks import BlockLayout
-from optimus_cc_ext.config.classes import EMBEDDING
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import TrafficClass
 from optimus_cc_ext.config.presets import Layout
-from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.crossing import classes_inside
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.groups import NewGroups
-from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
 
 
@@ -54,34 +52,17 @@ _PURPOSE = "fused embedding synchronisation"
 
 
 class FusedEmbeddingSync(Technique):
-    """Fused embedding synchronisation on this rank: one collective of the ranks of the first and the last stage.
+    """Fused embedding synchronisation on this rank: one collective of the ranks of the first and the last stage."""
 
-    Args:
-        wanted: True if the technique is on.
-        codecs: codecs of the technique's format, for the sum that this technique makes; None: dense.
-        bucket_codecs: the same for the reducer of the embedding's bucket, which may run on another stream.
-        dense_inside: True if the embedding stays dense on models that send none of it between nodes.
-        two_levels: True if blocks may be added up in two levels.
-        slot_bytes: the most bytes of messages under way at once; None: no limit.
-        ring: memory for the messages of the union, shared with the reductions of gradients.
-    """
+    def __init__(self, config: OptimusConfig, traffic: TrafficClass, ring: Ring | None = None) -> None:
+        super().__init__(config, traffic, ring)
+        self._slot_bytes = slot_bytes(config.message_memory)
+        self.codecs = self.new_codecs()
+        """Codecs for the sum that this technique makes; None: it is dense."""
 
-    def __init__(
-        self,
-        *,
-        wanted: bool = True,
-        codecs: BlockCodecs | None = None,
-        bucket_codecs: BlockCodecs | None = None,
-        dense_inside: bool = False,
-        two_levels: bool = True,
-        slot_bytes: int | None = None,
-        ring: Ring | None = None,
-    ) -> None:
-        # An embedding's gradient is sent dense or in blocks, without error feedback, so the technique has no state.
-        super().__init__("fused_embedding_sync", on=False, states=FactorStates(1), gauge=Gauge())
-        self._wanted, self.codecs, self._dense_inside = wanted, codecs, dense_inside
-        self._lane, self._slot_bytes = (ring or Ring()).lane(), slot_bytes
-        self._two_levels, self.bucket_codecs = two_levels, bucket_codecs
+        self.bucket_codecs = self.new_codecs()
+        """Codecs for the reducer of the embedding's bucket, which may run on another stream."""
+
         self.group: dist.ProcessGroup | None = None
         """Union of both stages' replicas; with the distributed optimizer the pair of stages. None: this rank takes no
         part.
@@ -115,10 +96,10 @@ class FusedEmbeddingSync(Technique):
         pipeline = next(place.pipeline for place in groups.places if place.rank == grid.place.rank)
         ends = {nodes[rank] for rank in (*pipeline[:1], *pipeline[-1:])}
         self._pair = Span(2, beside=1 if len(ends) > 1 else 2)
-        if not self._wanted or any(place.frozen_embedding for place in groups.places):
+        if not self.config.is_on(self.traffic) or any(place.frozen_embedding for place in groups.places):
             return
         self.alone = groups.alone()
-        if self._dense_inside and EMBEDDING in classes_inside(groups.places, layout.instances):
+        if self.left_dense:
             self.codecs = None
         if layout.distributed_optimizer:
             self.join(grid.embedding_group, sharded=True)
@@ -126,7 +107,8 @@ class FusedEmbeddingSync(Technique):
         union = groups.make(union_ranks(groups.places, grid.stages), "OPTIMUS_CC_EMBEDDING")
         self.join(union, sharded=False)
         if union is not None:
-            self.groups = groups.in_levels(union, two=self._two_levels and self.codecs is not None)
+            two = self.config.dp_compression_levels != "one" and self.codecs is not None
+            self.groups = groups.in_levels(union, two=two)
 
     def join(self, group: dist.ProcessGroup | None, *, sharded: bool) -> None:
         """Set the group over which the embedding is summed."""
@@ -136,7 +118,7 @@ class FusedEmbeddingSync(Technique):
     def release(self) -> None:
         """Drop the sums in blocks, with their messages."""
         self._sums.clear()
-        self._lane.keep([])
+        self.lane.keep([])
         self.codecs = self.bucket_codecs = None
 
     def takes_over(self, in_step: bool) -> bool:
@@ -168,7 +150,7 @@ class FusedEmbeddingSync(Technique):
         sum it, once.
         """
         groups, codecs, key = self._joined, self.codecs, (numel, dtype, device)
-        tools = Tools(device=device, codecs=codecs, gauge=self.gauge, lane=self._lane)
+        tools = Tools(device=device, codecs=codecs, gauge=self.gauge, lane=self.lane)
         if codecs is None:
             if not self.sharded and not self._connected:
                 connect(groups.whole, device, pairs=False)

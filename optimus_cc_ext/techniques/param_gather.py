@@ -27,12 +27,13 @@ from optimus_cc_ext.collectives.messages import AllGather
 from optimus_cc_ext.collectives.ring import Lane, Ring, Slice
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.scratch import Scratch
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import TrafficClass
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
-from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 
 
@@ -186,21 +187,14 @@ class Gather:
 
 
 class ParamGather(Technique):
-    """Gathers of all buckets of this rank.
+    """Gathers of all buckets of this rank. Checkpoints need nothing: master copies contain the compression error."""
 
-    Args:
-        codec: encodes the differences; None: Megatron gathers the parameters, dense.
-        ring: memory for messages, shared with the reductions of gradients.
-    """
-
-    def __init__(self, codec: Codec | None, ring: Ring | None = None) -> None:
-        # The master copies contain the compression error, so checkpoints need nothing more.
-        super().__init__("param_gather", on=False, states=FactorStates(1), gauge=Gauge())
-        self.codec = codec
+    def __init__(self, config: OptimusConfig, traffic: TrafficClass, ring: Ring | None = None) -> None:
+        super().__init__(config, traffic, ring)
+        self.codec = self.new_codec()
         self.seen = False
         """True once a step's changes were gathered."""
 
-        self._scratch, self._lane = Scratch(), (ring or Ring()).lane()
         self.buckets: list[Shards] = []
         """Buckets that we gather, in the order in which Megatron made them."""
 
@@ -222,8 +216,9 @@ class ParamGather(Technique):
 
     def release(self) -> None:
         """Drop messages, copies of shards and intermediate results."""
-        self._scratch, self.codec = Scratch(), None
-        self._lane.keep([])
+        self.codec = None
+        self.scratch.clear()
+        self.lane.keep([])
         for shards in self.buckets:
             shards.release()
 
@@ -241,15 +236,9 @@ class ParamGather(Technique):
         if self.alone is not None and not self.buckets:
             connect(self.alone, bucket.device, pairs=False)
         shards = Shards(
-            bucket,
-            plan,
-            groups,
-            self.codec,
-            gauge=self.gauge,
-            scratch=self._scratch,
-            lane=self._lane,
-            together=together,
-        )
+            bucket, plan, groups, self.codec,
+            gauge=self.gauge, scratch=self.scratch, lane=self.lane, together=together,
+        )  # fmt: skip
         self.buckets.append(shards)
         return shards
 

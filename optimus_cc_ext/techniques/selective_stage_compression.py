@@ -13,22 +13,20 @@ import torch.distributed as dist
 from optimus_cc_ext.collectives.calls import connect
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Bytes
-from optimus_cc_ext.collectives.messages import BlockCodecs
 from optimus_cc_ext.collectives.reducers import Reducer, Reduction, SideStream
 from optimus_cc_ext.collectives.ring import Ring
+from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.compressors.low_rank import LowRank
-from optimus_cc_ext.compressors.scratch import Scratch
-from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.config import DataParallelCompressionConfig, OptimusConfig
 from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.config.presets import Layout
-from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.bucket_plan import GroupPlan, ReductionPlan
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.low_rank_gradients import LowRankReducer, LowRankTools
-from optimus_cc_ext.techniques.state import FactorStates
+from optimus_cc_ext.techniques.state import state_dtype
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 
 
@@ -127,32 +125,16 @@ class BucketGroup:
 
 
 class SelectiveStageCompression(Technique):
-    """Reductions of all gradient buckets of this rank, and the choice of the stages that compress theirs.
+    """Reductions of all gradient buckets of this rank, and the choice of the stages that compress theirs."""
 
-    Args:
-        codecs: the codecs of a block format; None: low rank, with P and Q.
-        ring: memory for messages, shared with the gathers of parameters.
-    """
+    urgent = True
 
-    def __init__(
-        self,
-        config: DataParallelCompressionConfig,
-        compressor: LowRank,
-        *,
-        seed: int,
-        state_dtype: torch.dtype,
-        codecs: BlockCodecs | None = None,
-        ring: Ring | None = None,
-    ) -> None:
-        self._scratch, self._lane = Scratch(), (ring or Ring()).lane(urgent=True)
-        super().__init__(
-            "dp_compression",
-            on=config.dp_compression_format == "low-rank",
-            states=FactorStates(config.dp_compression_rank),
-            gauge=Gauge(self._scratch),
-        )
-        self._config, self._seed, self.state_dtype = config, seed, state_dtype
-        self.compressor, self.codecs = compressor, codecs
+    def __init__(self, config: OptimusConfig, traffic: TrafficClass, ring: Ring | None = None) -> None:
+        super().__init__(config, traffic, ring)
+        self.compressor: LowRank = fast_compressor()
+        self.codecs = self.new_codecs()
+        """Codecs of a block format; None: low rank, with P and Q."""
+
         self.stage: int | None = None
         """Stage of this rank; None before it has a place."""
 
@@ -195,12 +177,12 @@ class SelectiveStageCompression(Technique):
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
         """Take the stage, and get the single-rank group if gradients may be compressed."""
         self.take_stage(grid.place.stage, grid.stages)
-        if self._config.dp_compression_format != "dense":
+        if self.config.is_on(self.traffic):
             self.alone = groups.alone()
 
     def take_stage(self, stage: int, stages: int) -> None:
         """Set this rank's stage, and the stages that compress."""
-        self.stage, self.compressed_stages = stage, stages_to_compress(self._config, stages)
+        self.stage, self.compressed_stages = stage, stages_to_compress(self.config, stages)
 
     def shrinks(self, like: torch.Tensor | None) -> bool | None:
         """Return whether any gradient can be compressed. Gradients of one-rank groups do not count: they have a log
@@ -231,16 +213,17 @@ class SelectiveStageCompression(Technique):
         for buckets in self.buckets:
             buckets.release()
         self.reducers = [reducer for buckets in self.buckets for reducer in buckets.reducers]
-        self._scratch, self.codecs = Scratch(), None
-        self._lane.keep([reducer.slices for reducer in self.reducers])
+        self.codecs = None
+        self.scratch.clear()
+        self.lane.keep([reducer.slices for reducer in self.reducers])
 
     def begin(self, this: Iteration) -> None:
         """Begin a pass, dense during the warm-up."""
         super().begin(this)
         # Reductions left by a failed pass would write into the gradients of this one.
         self.under_way.clear()
-        self._lane.forget()
-        self.in_warmup = this.is_among_the_first(self._config.dp_compression_warmup)
+        self.lane.forget()
+        self.in_warmup = this.is_among_the_first(self.config.dp_compression_warmup)
 
     @property
     def compresses_this_stage(self) -> bool:
@@ -301,10 +284,11 @@ class SelectiveStageCompression(Technique):
         codecs, gauge = (self.codecs, self.gauge) if fused is None else (fused.bucket_codecs, fused.gauge)
         number = sum(isinstance(reducer, LowRankReducer) for reducer in self.reducers)
         tools = LowRankTools(
-            device=device, codecs=codecs, gauge=gauge, lane=self._lane, together=together,
-            compressor=self.compressor, config=self._config, states=self.states, name=f"bucket {number}",
-            seed=self._seed, salt=f"stage {self.stage} bucket {len(self.reducers)}", state_dtype=self.state_dtype,
-            scratch=self._scratch,  # all buckets share the scratch memory, and so one stream
+            device=device, codecs=codecs, gauge=gauge, lane=self.lane, together=together,
+            compressor=self.compressor, config=self.config, states=self.states, name=f"bucket {number}",
+            seed=self.config.compression_seed, salt=f"stage {self.stage} bucket {len(self.reducers)}",
+            state_dtype=state_dtype(self.config.compression_state_dtype),
+            scratch=self.scratch,  # all buckets share the scratch memory, and so one stream
         )  # fmt: skip
         self.reducers.append(plan.bind(groups, tools))
         return self.reducers[-1]

@@ -15,13 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.collectives.messages import BlockCodecs
-from optimus_cc_ext.collectives.ring import Ring, slot_bytes
-from optimus_cc_ext.compressors.blocks import Codec
-from optimus_cc_ext.compressors.fast import fast_codec, fast_compressor
-from optimus_cc_ext.compressors.formats import block_format
+from optimus_cc_ext.collectives.ring import Ring
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import CLASSES, EMBEDDING, EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass
+from optimus_cc_ext.config.classes import (
+    CLASSES,
+    DP_GRADIENTS,
+    EMBEDDING,
+    EXPERT_DISPATCH,
+    EXPERT_GRADIENT,
+    PARAM_GATHER,
+    PIPELINE_BACKWARD,
+    PIPELINE_FORWARD,
+    TrafficClass,
+)
 from optimus_cc_ext.config.presets import Layout, check_layout
 from optimus_cc_ext.metrics.report import Report, StageMetrics, collect, technique_metrics
 from optimus_cc_ext.metrics.traffic import Traffic
@@ -41,7 +47,6 @@ from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.param_gather import ParamGather
 from optimus_cc_ext.techniques.schedule import NonInterleaved, Schedule
 from optimus_cc_ext.techniques.selective_stage_compression import SelectiveStageCompression
-from optimus_cc_ext.techniques.state import state_dtype
 from optimus_cc_ext.techniques.technique import Iteration, StepProgress, Technique
 from optimus_cc_ext.techniques.transfer import Transfer
 from optimus_cc_ext.techniques.trial import Trial
@@ -99,45 +104,21 @@ class Session:
 
         self.step = StepProgress()
         # Links and buckets share no memory, because on a GPU, buckets are reduced on a stream of their own.
-        dtype = state_dtype(config.compression_state_dtype)
-        self.forward = CompressedForward(config, self.new_codec(config.pipeline_forward_format))
-        self.backprop = CompressedBackprop(config, fast_compressor(), self.new_codec(config.compressed_backprop_format))
-        self.dispatch = ExpertRows(EXPERT_DISPATCH, config, self.new_codec(config.expert_dispatch_format))
-        self.expert_gradients = ExpertRows(EXPERT_GRADIENT, config, self.new_codec(config.expert_gradient_format))
         self.ring = Ring()
-        self.gradients = SelectiveStageCompression(
-            config, fast_compressor(), seed=config.compression_seed, state_dtype=dtype,
-            codecs=self.new_codecs(config.dp_compression_format), ring=self.ring,
-        )  # fmt: skip
-        self.parameters = ParamGather(self.new_codec(config.param_gather_format), self.ring)
-        self.embedding = FusedEmbeddingSync(
-            wanted=config.is_on(EMBEDDING),
-            codecs=self.new_codecs(config.fused_embedding_sync_format),
-            bucket_codecs=self.new_codecs(config.fused_embedding_sync_format),
-            dense_inside=config.is_dense_inside(EMBEDDING), two_levels=config.dp_compression_levels != "one",
-            slot_bytes=slot_bytes(config.message_memory), ring=self.ring,
-        )  # fmt: skip
+        self.forward = CompressedForward(config, PIPELINE_FORWARD)
+        self.backprop = CompressedBackprop(config, PIPELINE_BACKWARD)
+        self.embedding = FusedEmbeddingSync(config, EMBEDDING, self.ring)
+        self.gradients = SelectiveStageCompression(config, DP_GRADIENTS, self.ring)
+        self.parameters = ParamGather(config, PARAM_GATHER, self.ring)
+        self.dispatch = ExpertRows(config, EXPERT_DISPATCH)
+        self.expert_gradients = ExpertRows(config, EXPERT_GRADIENT)
         self.trial: Trial | None = None
         """Trial of what a preset compresses; None: everything is compressed as the configuration says."""
 
         self.techniques: tuple[Technique, ...] = (
-            self.forward, self.backprop, self.dispatch, self.expert_gradients, self.gradients, self.parameters,
-            self.embedding,
+            self.forward, self.backprop, self.embedding, self.gradients, self.parameters, self.dispatch,
+            self.expert_gradients,
         )  # fmt: skip
-
-    def new_codec(self, chosen: str) -> Codec | None:
-        """Make a codec with memory of its own for the format `chosen`; None if that is no block format."""
-        format = block_format(chosen)
-        return None if format is None else self._fast_codec(format)
-
-    def _fast_codec(self, format: str) -> Codec:
-        # `--exact-blocks`, a flag of the tests, replaces the chosen format by the pass-through format.
-        name = "exact" if self.config._exact_blocks else format
-        return fast_codec(name, seed=self.config.compression_seed, rotated=self.config.block_rotation)
-
-    def new_codecs(self, chosen: str) -> BlockCodecs | None:
-        """Make codecs for gradients and for their sums; None if `chosen` is no block format."""
-        return BlockCodecs.of(chosen, self._fast_codec)
 
     def report(self, device: torch.device, iterations: int | None = None) -> Report:
         """Sum the bytes since the last report, and the measurements of the last pass, over all ranks.
@@ -149,14 +130,11 @@ class Session:
             iterations: number of iterations in the report; None: the steps since the last report that had a pass.
         """
         assert self.grid is not None, "the session has no place in the grid yet"
-        techniques = {technique.name: technique for technique in self.techniques}
         mine = StageMetrics(
             ranks=1,
             techniques={
-                each.tag: technique_metrics(
-                    techniques[each.name].gauge, techniques[each.name].states.residuals(), self.loss_scale
-                )
-                for each in CLASSES
+                each.traffic.tag: technique_metrics(each.gauge, each.states.residuals(), self.loss_scale)
+                for each in self.techniques
             },
             statistics=self.backprop.statistics.sums(),
         )
@@ -209,6 +187,7 @@ class Session:
         self.left_dense = frozenset(filter(self.config.is_dense_inside, inside))
         self.new_groups = NewGroups(places, grid.replica_group, grid.timeout)
         for technique in self.techniques:
+            technique.left_dense = technique.traffic in self.left_dense
             technique.place(grid, layout, self.new_groups)
         return notes
 
@@ -365,7 +344,7 @@ class Session:
             return
         if applied and not self.step.failed:
             # Without compression state there is nothing to scale, and checkpoints have no clip factors.
-            clip = clip if any(technique.on for technique in self.techniques) else None
+            clip = clip if any(technique.remembers for technique in self.techniques) else None
             shrinkage = {group: self._usual_clipping[group].shrinkage(c) for group, c in (clip or {}).items()}
             for technique in self.techniques:
                 technique.commit(shrinkage)
@@ -390,7 +369,7 @@ class Session:
             state["usual_clipping"] = {group: usual.state for group, usual in self._usual_clipping.items()}
         if self.trial is not None and self.trial.state is not None:
             state["trial"] = self.trial.state
-        return state | {technique.name: technique.state_dict() for technique in self.techniques if technique.on}
+        return state | {technique.name: technique.state_dict() for technique in self.techniques if technique.remembers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the state that `state_dict` returned on this rank. A technique that is missing in it keeps its
@@ -405,11 +384,11 @@ class Session:
         for group, usual in state.get("usual_clipping", {}).items():
             self._usual_clipping[group] = UsualClipping.from_state(usual)
         for technique in self.techniques:
-            if technique.on and technique.name in state:
+            if technique.remembers and technique.name in state:
                 technique.load_state_dict(state[technique.name])
         if self.trial is not None:
             self.trial.resume(state.get("trial"), state)
 
     def mismatches(self, state: Mapping[str, Any]) -> dict[str, str]:
-        reasons = {t.name: t.mismatch(state[t.name]) for t in self.techniques if t.on and t.name in state}
+        reasons = {t.name: t.mismatch(state[t.name]) for t in self.techniques if t.remembers and t.name in state}
         return {name: reason for name, reason in reasons.items() if reason}

@@ -7,6 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.messages import BlockCodecs
+from optimus_cc_ext.collectives.ring import Ring
+from optimus_cc_ext.compressors.blocks import Codec
+from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.compressors.formats import block_format
+from optimus_cc_ext.compressors.scratch import Scratch
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import TrafficClass
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.grid import Grid
@@ -74,23 +82,54 @@ class StepProgress:
 
 
 class Technique:
-    """Base class of the techniques on this rank.
+    """Base class of the techniques on this rank, one for each class of traffic.
 
     Args:
-        name: its name in checkpoints.
-        on: True if it has compression state in this run. Without state it has no part in checkpoints.
-        states: its residuals and warm starts.
-        gauge: measures its compression error and its seconds.
+        config: the configuration of the run.
+        traffic: the class of traffic.
+        ring: memory for messages of buckets, which techniques may share; None: memory of its own.
     """
 
-    def __init__(self, name: str, *, on: bool, states: FactorStates, gauge: Gauge) -> None:
-        self.name, self.on, self.states, self.gauge = name, on, states, gauge
+    urgent = False
+    """The argument of `Ring.lane`."""
+
+    states_on_demand = False
+    """True if a state is made when its first message comes."""
+
+    def __init__(self, config: OptimusConfig, traffic: TrafficClass, ring: Ring | None = None) -> None:
+        self.config, self.traffic, self.name = config, traffic, traffic.name
+        self.remembers = config.remembers(traffic)
+        """True if it has compression state in this run. Without state it has no part in checkpoints."""
+
+        self.scratch, self.lane = Scratch(), (ring or Ring()).lane(urgent=self.urgent)
+        self.gauge = Gauge(self.scratch)
+        """Measures the compression error and the seconds."""
+
+        self.states = FactorStates(getattr(config, f"{self.name}_rank", 1), made_on_demand=self.states_on_demand)
+        """Residuals and warm starts; empty in formats other than low-rank."""
+
+        self.left_dense = False
+        """True if a preset leaves the class dense, because nothing of it leaves a node."""
 
         self.dense = False
         """True while the class is sent as in vanilla Megatron, on all ranks alike (module `trial`)."""
 
         self.alone: dist.ProcessGroup | None = None
         """Single-rank process group, which Megatron's collective gets while the technique replaces it."""
+
+    def new_codec(self) -> Codec | None:
+        """Make a codec with memory of its own for the format of the class; None if that is no block format."""
+        format = block_format(self.config.format_of(self.traffic))
+        return None if format is None else self._fast_codec(format)
+
+    def new_codecs(self) -> BlockCodecs | None:
+        """Make codecs for gradients and for their sums; None if the format of the class is no block format."""
+        return BlockCodecs.of(self.config.format_of(self.traffic), self._fast_codec)
+
+    def _fast_codec(self, format: str) -> Codec:
+        # `--exact-blocks`, a flag of the tests, replaces the chosen format by the pass-through format.
+        name = "exact" if self.config._exact_blocks else format
+        return fast_codec(name, seed=self.config.compression_seed, rotated=self.config.block_rotation)
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
         """Take this rank's place, and make the process groups that the technique needs; do nothing if it is off.

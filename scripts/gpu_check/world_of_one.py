@@ -9,6 +9,7 @@ import torch.distributed as dist
 from optimus_cc_ext.collectives.reducers import Reduction, SideStream
 from optimus_cc_ext.compressors.fast import fast_compressor
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import PIPELINE_BACKWARD
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.schedule import NonInterleaved
 from scripts.bench.compressors.bucket import Bucket, one_process, reducer
@@ -65,7 +66,7 @@ def messages(device: torch.device) -> Iterator[dict[str, Any]]:
         compressed_backprop_messages="all",
         compression_seed=18,
     )  # fmt: skip
-    ours, others = (CompressedBackprop(config, fast_compressor(), None) for _ in range(2))
+    ours, others = (CompressedBackprop(config, PIPELINE_BACKWARD) for _ in range(2))
     for technique in (ours, others):
         technique.connect_to(0, 1, rank=0, peer_rank=0)
     sender, receiver = ours.sending, others.sending

@@ -43,7 +43,8 @@ def compress_only(ways: Collection[str]) -> None:
 
     def chosen(technique: ExpertRows, direction: str) -> ExpertRows:
         named = f"{running[-1]}-{direction}" in ways
-        return technique if named else ExpertRows(technique.traffic, technique.config, None)
+        dense = technique.config.replace(**{technique.traffic.format_field: "dense"})
+        return technique if named else ExpertRows(dense, technique.traffic)
 
     def apply(rows: torch.Tensor, forward: ExpertRows, backward: ExpertRows, *rest: Any) -> Any:
         return RowExchange.apply(rows, chosen(forward, "forward"), chosen(backward, "backward"), *rest)

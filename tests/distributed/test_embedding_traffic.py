@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from tests.distributed.hosts import enter, namespaces, needs_root, sent_bytes
 from tests.embedding_bytes import embedding_bytes
@@ -42,7 +44,7 @@ def _synchronise(hosts: list[str], sharded: bool) -> tuple[int, int, bool]:
     pair = [dist.new_group([d, D + d]) for d in range(D)][replica]
     union = dist.new_group(list(range(2 * D)))
 
-    technique = FusedEmbeddingSync()
+    technique = FusedEmbeddingSync(OptimusConfig(fused_embedding_sync=True), EMBEDDING)
     technique.join(pair if sharded else union, sharded=sharded)
 
     def gradient(nbytes: int) -> torch.Tensor:

@@ -16,6 +16,8 @@ from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.low_rank import FastLowRank
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import EMBEDDING
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
@@ -368,7 +370,7 @@ NUMEL = 3000
 
 def _embedding(sharded: bool) -> tuple[torch.Tensor, torch.Tensor]:
     dist.init_process_group("gloo")
-    technique = FusedEmbeddingSync(codecs=codecs("int8"))
+    technique = FusedEmbeddingSync(OptimusConfig(fused_embedding_sync_format="int8", compression_seed=1), EMBEDDING)
     technique.join(dist.group.WORLD, sharded=sharded)
     technique.gauge.begin(True)
     gradient = torch.randn(60, NUMEL // 60, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -381,9 +383,9 @@ def _embedding(sharded: bool) -> tuple[torch.Tensor, torch.Tensor]:
     # `make_room` makes one small all-to-all over the union, so that NCCL allocates memory for its connections then. The
     # pair of stages needs no all-to-all.
     assert sent == ([] if sharded else [16 * dist.get_world_size()])
-    memory = technique.message_bytes, technique._lane.ring.nbytes
+    memory = technique.message_bytes, technique.lane.ring.nbytes
     technique.reduce(gradient)
-    assert (technique.message_bytes, technique._lane.ring.nbytes) == memory and sum(memory) > 0
+    assert (technique.message_bytes, technique.lane.ring.nbytes) == memory and sum(memory) > 0
     lost, of = technique.gauge.squares()
     assert 0.004 < (lost / of) ** 0.5 < INT8
     return mine, gradient

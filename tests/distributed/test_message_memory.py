@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.collectives.groups import Groups
-from optimus_cc_ext.collectives.messages import BlockCodecs
 from optimus_cc_ext.collectives.ring import Ring
-from optimus_cc_ext.compressors.fast import fast_codec
-from optimus_cc_ext.compressors.low_rank import FastLowRank
-from optimus_cc_ext.config import DataParallelCompressionConfig
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER
 from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan
 from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
@@ -43,16 +41,10 @@ def _one_memory(*, shared: bool) -> Shared:
     `shared`: messages of gradients and of parameters use one memory.
     """
     dist.init_process_group("gloo")
-    config = DataParallelCompressionConfig(
-        dp_compression_format="int8", dp_compression_stages="all"
-    )  # fmt: skip
-    codecs = BlockCodecs.of("int8", lambda name: fast_codec(name, seed=1, rotated=True))
-    assert codecs is not None
+    config = OptimusConfig(dp_compression_format="int8", param_gather_format="int8")
     rings = [Ring()] * 2 if shared else [Ring(), Ring()]
-    technique = SelectiveStageCompression(
-        config, FastLowRank(), seed=1, state_dtype=torch.float32, codecs=codecs, ring=rings[0]
-    )  # fmt: skip
-    gathers = ParamGather(codecs.gradients, rings[1])
+    technique = SelectiveStageCompression(config, DP_GRADIENTS, rings[0])
+    gathers = ParamGather(config, PARAM_GATHER, rings[1])
     technique.take_stage(0, 2)
     record = BucketRecord(
         numel=4096, dtype=torch.float32, parameters=[ParameterRecord(shape=(60, 64), start=0)],

@@ -13,6 +13,8 @@ from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.compressors.scratch import Scratch
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import PARAM_GATHER
 from optimus_cc_ext.metrics.gauge import Gauge
 from optimus_cc_ext.techniques.bucket import Bucket as MegatronBucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, gather_plan
@@ -87,7 +89,9 @@ def _gathered(format: str, dtype: torch.dtype, steps: list[int]) -> list[torch.T
     """Return this rank's bucket after each gather."""
     dist.init_process_group("gloo")
     flat, found = weights(dtype).flat, []
-    technique = ParamGather(codec(format))
+    exact = format == "exact"
+    config = OptimusConfig(param_gather_format="int8" if exact else format, compression_seed=1, _exact_blocks=exact)
+    technique = ParamGather(config, PARAM_GATHER)
     plan = plan_of(weights(dtype).views, flat.numel(), dtype, codec(format))
     bucket = MegatronBucket.of(flat)
     shards = technique.add_bucket(bucket, plan, Groups(dist.group.WORLD))

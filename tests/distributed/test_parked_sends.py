@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import PIPELINE_FORWARD
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.hooks import p2p_communication
 from optimus_cc_ext.metrics.traffic import Traffic
@@ -28,7 +28,7 @@ def _send_to_a_rank_that_is_gone(batched: bool) -> str:
     dist.barrier()
     if dist.get_rank() == 1:
         return ""
-    forward = CompressedForward(OptimusConfig(), fast_codec("int8", seed=1, rotated=True))
+    forward = CompressedForward(OptimusConfig(pipeline_forward_format="int8"), PIPELINE_FORWARD)
     session = SimpleNamespace(
         transfers=forward.transfers, traffic=Traffic(), leaving_roles=frozenset()
     )  # fmt: skip

@@ -19,6 +19,8 @@ from optimus_cc_ext.collectives.reducers import Reducer, Reduction
 from optimus_cc_ext.collectives.ring import Ring, Slice, _Slot, slot_bytes
 from optimus_cc_ext.compressors import blocks
 from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import PARAM_GATHER
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.techniques.bucket import Bucket as MegatronBucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, gather_plan
@@ -108,7 +110,8 @@ def _gathered(dtype: torch.dtype, limit: float | None, slots: int) -> Found:
     """Update all shards of all buckets, begin all gathers, and then wait for each, as a forward pass does."""
     dist.init_process_group("gloo")
     ring, slot = Ring(slots), _slot(limit, slots)
-    gathers, groups = ParamGather(codecs().gradients, ring), Groups(dist.group.WORLD)
+    config = OptimusConfig(param_gather_format="int4", compression_seed=1)
+    gathers, groups = ParamGather(config, PARAM_GATHER, ring), Groups(dist.group.WORLD)
     found, flats = [], []
     for index in range(BUCKETS):
         bucket = Bucket(SHAPES, parts=RANKS * 64, dtype=dtype)

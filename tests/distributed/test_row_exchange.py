@@ -60,7 +60,8 @@ def as_coded(rows: torch.Tensor, codec: Codec | None) -> torch.Tensor:
 def test_each_direction_sends_every_row_in_its_own_format(forward: str, backward: str) -> None:
     config = {"expert_dispatch_format": forward, "expert_gradient_format": backward}
     found = run_ranks(2, exchanged, config)
-    codecs = [None if form == "dense" else Session(OptimusConfig()).new_codec(form) for form in (forward, backward)]
+    session = Session(OptimusConfig(**config))
+    codecs = [technique.new_codec() for technique in (session.dispatch, session.expert_gradients)]
     parts = [rows_of(rank, sum(SENT[rank])).split(list(SENT[rank])) for rank in (0, 1)]
     arriving = [[SENT[other][rank] for other in (0, 1)] for rank in (0, 1)]
     gradients = [rows_of(rank, sum(arriving[rank]), seed=1).split(arriving[rank]) for rank in (0, 1)]

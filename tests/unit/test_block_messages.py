@@ -135,4 +135,4 @@ def test_exact_blocks_put_the_pass_through_format_in_the_place_of_the_chosen_one
     with made.iteration(schedule):
         sizes = [transfer.tensor.numel() for transfer in posted(made, "send_next", "send_prev").values()]
     assert sizes == [4 * tensor(1).numel() + scales] * 2
-    assert [codec.format.name for codec in made.new_codecs("int4")] == ["exact", "exact"]
+    assert [codec.format.name for codec in made.backprop.new_codecs()] == ["exact", "exact"]

@@ -165,7 +165,7 @@ def test_the_session_has_a_technique_and_a_gauge_for_each_class_by_its_name() ->
     assert {technique.name for technique in session.techniques} | {"fused_embedding_sync"} == names
     remembering = {traffic.name for traffic in CLASSES if "low-rank" in traffic.formats}
     everything = Session(OptimusConfig(compressed_backprop_format="low-rank", dp_compression_format="low-rank"))
-    assert {technique.name for technique in everything.techniques if technique.on} == remembering
+    assert {technique.name for technique in everything.techniques if technique.remembers} == remembering
 
 
 @every_class

@@ -6,10 +6,16 @@ import pytest
 
 from optimus_cc_ext.collectives.nodes import Levels, Node
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.classes import CLASSES, PIPELINE_BACKWARD
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.placement import Placement
-from optimus_cc_ext.techniques.crossing import classes_inside, crossing_lines, hop_stays_inside, levels_of_group
+from optimus_cc_ext.techniques.crossing import (
+    classes_inside,
+    crossing_lines,
+    hops_between,
+    levels_of_group,
+    stays_dense,
+)
 from optimus_cc_ext.techniques.grid import RankPlace
 
 EVERYTHING = {each.name for each in CLASSES}
@@ -73,8 +79,12 @@ def test_a_hop_is_inside_for_all_tensor_parallel_ranks_or_for_none() -> None:
     # Ranks 0 and 1 are stage 0, ranks 2 and 3 stage 1. Rank 0 and rank 2 share a node, rank 1 and rank 3 do not.
     places = on_nodes("abac", tensor=2, pipeline=2)
     for stage, ranks in ((0, [0, 1]), (1, [2, 3])):
-        assert not hop_stays_inside(places, ranks, stage, 1 - stage)
-        assert hop_stays_inside(places, ranks[:1], stage, 1 - stage)
+        for some, inside in ((ranks, False), (ranks[:1], True)):
+            hops = hops_between(places, some, stage, 1 - stage)
+            assert stays_dense(BALANCED, PIPELINE_BACKWARD, places, hops) is inside
+            assert not stays_dense(BALANCED.replace(only_between_nodes=""), PIPELINE_BACKWARD, places, hops), (
+                "the user asked for it"
+            )
 
 
 def test_the_groups_of_tensor_parallel_ranks_add_up_in_the_same_levels() -> None:

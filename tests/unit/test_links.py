@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from optimus_cc_ext.compressors.fast import fast_codec
-from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.compressors.low_rank import FastLowRank
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import PIPELINE_BACKWARD
 from optimus_cc_ext.errors import RanksDisagree
 from optimus_cc_ext.hooks import p2p_communication
 from optimus_cc_ext.metrics.gauge import Gauge
@@ -41,9 +40,8 @@ def link(compressor=None, force=False, state_dtype=torch.float32, seed=7, **conf
 
 def ends_of(plan, compressor=None):
     """Return the sending and the receiving end of a link."""
-    blocks = block_format(plan.config.compressed_backprop_format)
-    codec = blocks and fast_codec(blocks, seed=plan.config.compression_seed, rotated=plan.config.block_rotation)
-    sender, receiver = (CompressedBackprop(plan.config, compressor or FastLowRank(), codec) for _ in range(2))
+    sender, receiver = (CompressedBackprop(plan.config, PIPELINE_BACKWARD) for _ in range(2))
+    sender.compressor = receiver.compressor = compressor or FastLowRank()
     sender.connect_to(0, 1, rank=1, peer_rank=0)
     return sender.sending, PipelineLink(plan, sender.sending._dense, receiver.messages(plan), 0, 1, "the next stage")
 
@@ -178,7 +176,8 @@ def technique(policy, compressor=None):
         compressed_backprop_format="low-rank", compressed_backprop_rank=4, compressed_backprop_messages="all",
         residual_across_iterations=policy, compression_seed=7,
     )  # fmt: skip
-    technique = CompressedBackprop(config, compressor or FastLowRank(), None)
+    technique = CompressedBackprop(config, PIPELINE_BACKWARD)
+    technique.compressor = compressor or FastLowRank()
     technique.connect_to(0, 1, rank=1, peer_rank=0)
     return technique
 

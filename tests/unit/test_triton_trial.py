@@ -16,6 +16,7 @@ from optimus_cc_ext.compressors.triton import launches, trial
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 from optimus_cc_ext.config import DataParallelCompressionConfig, OptimusConfig
+from optimus_cc_ext.config.classes import PIPELINE_BACKWARD
 from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop
 from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan, LowRankTools
@@ -88,8 +89,9 @@ def _send_and_receive(rows: int, columns: int, dtype: torch.dtype, state_dtype: 
         lazy_error_propagation=feedback, compression_seed=18, _force_compression=True,
         compression_state_dtype="fp32" if state_dtype == torch.float32 else "bf16",
     )  # fmt: skip
-    sender, receiver = (CompressedBackprop(config, TritonLowRank(), None) for _ in range(2))
+    sender, receiver = (CompressedBackprop(config, PIPELINE_BACKWARD) for _ in range(2))
     for technique in (sender, receiver):
+        technique.compressor = TritonLowRank()
         technique.connect_to(0, 1, rank=0, peer_rank=0)
     sender, receiver = sender.sending, receiver.sending
     gradient = gaussian(rows, 1, columns, dtype=dtype)

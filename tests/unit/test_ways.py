@@ -10,8 +10,6 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, EMBEDDING, PARAM_GATHER, PIPELINE_BACKWARD
 from optimus_cc_ext.config.presets import Layout, config_of
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.metrics.gauge import Gauge
-from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.technique import Technique
 from optimus_cc_ext.techniques.trial import Trial, WaysByTurns, choice_of_8b301ab, on_trial, verdict
 
@@ -155,7 +153,7 @@ def a_trial(*durations: float, ahead: bool = False) -> Trial:
     """Return a trial whose timed steps take these seconds in turn."""
     made = Trial(
         classes=on_trial(preset()), grid=Alone(), device=torch.device("cpu"), place=(2, 4), name="balanced",  # type: ignore[arg-type]
-        techniques=[Noting(each.name, on=False, states=FactorStates(1), gauge=Gauge()) for each in CLASSES],
+        techniques=[Noting(OptimusConfig(), each) for each in CLASSES],
         ways=WaysByTurns(ahead=ahead),
     )  # fmt: skip
     taken = iter(durations)
