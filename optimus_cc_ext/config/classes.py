@@ -67,6 +67,11 @@ class TrafficClass:
     group: str
     """Words for the ranks of the collective, with a preposition, such as "over the replicas"."""
 
+    among: str
+    """The ranks of one collective or message: the stages of a `pipeline`, `replicas`, the `owners` of shards, the
+    `ends` of a pipeline with their replicas, or the ranks of `experts`.
+    """
+
     needs: tuple[Need, ...]
     """The needs of the class, in the order in which a refusal checks them."""
 
@@ -151,7 +156,7 @@ class PipelineForwardConfig(Options):
 
 PIPELINE_FORWARD = TrafficClass(
     name="pipeline_forward", options=PipelineForwardConfig,
-    tag="pipeline forward", collective="point-to-point", group="between neighbouring stages",
+    tag="pipeline forward", collective="point-to-point", group="between neighbouring stages", among="pipeline",
     needs=(_two_stages("there is nothing to compress: with one pipeline stage no activation is sent"),),
     presets={"balanced": {"pipeline_forward_format": "int8"}},
 )  # fmt: skip
@@ -192,7 +197,7 @@ class CompressedBackpropConfig(Options):
 
 PIPELINE_BACKWARD = TrafficClass(
     name="compressed_backprop", options=CompressedBackpropConfig,
-    tag="pipeline backward", collective="point-to-point", group="between neighbouring stages",
+    tag="pipeline backward", collective="point-to-point", group="between neighbouring stages", among="pipeline",
     needs=(_two_stages("there is nothing to compress: with one pipeline stage no activation gradient is sent"),),
     settings=("compressed_backprop_rank", "compressed_backprop_messages", "lazy_error_propagation"),
     switch="Compress the activation gradients sent to the previous pipeline stage, low-rank unless "
@@ -256,7 +261,7 @@ class DataParallelCompressionConfig(Options):
 
 DP_GRADIENTS = TrafficClass(
     name="dp_compression", options=DataParallelCompressionConfig,
-    tag="DP gradients", collective="all-reduce or reduce-scatter", group="among replicas",
+    tag="DP gradients", collective="all-reduce or reduce-scatter", group="among replicas", among="replicas",
     needs=(_two_replicas("gradient is reduced", left_out="one data-parallel replica"),),
     settings=("dp_compression_rank", "dp_compression_stages", "dp_error_feedback"),
     switch="Compress the gradients that data-parallel replicas reduce, low-rank unless --dp-compression-format or a "
@@ -289,7 +294,7 @@ _THIRD_COPY = "multi-token prediction on a stage of its own keeps a third copy o
 EMBEDDING = TrafficClass(
     name="fused_embedding_sync", options=FusedEmbeddingSyncConfig,
     tag="embedding",
-    collective="two all-reduces", group="among replicas, then between the first and the last stage",
+    collective="two all-reduces", group="among replicas, then between the first and the last stage", among="ends",
     needs=(
         _two_stages("there is nothing to fuse: with one pipeline stage there is one copy of the embedding"),
         Need(
@@ -323,7 +328,7 @@ class ParamGatherConfig(Options):
 
 PARAM_GATHER = TrafficClass(
     name="param_gather", options=ParamGatherConfig,
-    tag="parameter gather", collective="all-gather", group="among replicas",
+    tag="parameter gather", collective="all-gather", group="among replicas", among="owners",
     needs=(
         _two_replicas("parameter is gathered"),
         Need(
@@ -376,12 +381,14 @@ _EXCHANGED = (
 
 EXPERT_DISPATCH = TrafficClass(
     name="expert_dispatch", options=ExpertDispatchConfig,
-    tag="expert dispatch", collective="all-to-all", group="among expert-parallel ranks", needs=_EXCHANGED,
+    tag="expert dispatch", collective="all-to-all", group="among expert-parallel ranks", among="experts",
+    needs=_EXCHANGED,
 )  # fmt: skip
 
 EXPERT_GRADIENT = TrafficClass(
     name="expert_gradient", options=ExpertGradientConfig,
-    tag="expert gradient", collective="all-to-all", group="among expert-parallel ranks", needs=_EXCHANGED,
+    tag="expert gradient", collective="all-to-all", group="among expert-parallel ranks", among="experts",
+    needs=_EXCHANGED,
     presets={"balanced": {"expert_gradient_format": "int8"}},
 )  # fmt: skip
 
@@ -390,6 +397,19 @@ CLASSES = (
     PIPELINE_FORWARD, PIPELINE_BACKWARD, EMBEDDING, DP_GRADIENTS, PARAM_GATHER, EXPERT_DISPATCH, EXPERT_GRADIENT
 )  # fmt: skip
 """All classes of traffic, in the one order of flags, log and documents."""
+
+
+def classes_among(*kinds: str) -> tuple[TrafficClass, ...]:
+    """Return the classes of traffic among these kinds of ranks (`TrafficClass.among`)."""
+    return tuple(traffic for traffic in CLASSES if traffic.among in kinds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassOptions(
+    ExpertGradientConfig, ExpertDispatchConfig, ParamGatherConfig, DataParallelCompressionConfig,
+    FusedEmbeddingSyncConfig, CompressedBackpropConfig, PipelineForwardConfig,
+):  # fmt: skip
+    """The options of all classes of traffic, whose flags come in the reverse order of these bases."""
 
 
 def class_named(name: str) -> TrafficClass:

@@ -10,16 +10,8 @@ from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
     EMBEDDING,
-    EXPERT_DISPATCH,
-    EXPERT_GRADIENT,
     PIPELINE_BACKWARD,
-    CompressedBackpropConfig,
-    DataParallelCompressionConfig,
-    ExpertDispatchConfig,
-    ExpertGradientConfig,
-    FusedEmbeddingSyncConfig,
-    ParamGatherConfig,
-    PipelineForwardConfig,
+    ClassOptions,
     TrafficClass,
 )
 from optimus_cc_ext.config.options import Values, completed, option
@@ -28,10 +20,7 @@ from optimus_cc_ext.errors import FlagError
 
 @completed
 @dataclass(frozen=True, kw_only=True)
-class OptimusConfig(
-    ExpertGradientConfig, ExpertDispatchConfig, ParamGatherConfig, DataParallelCompressionConfig,
-    FusedEmbeddingSyncConfig, CompressedBackpropConfig, PipelineForwardConfig,
-):  # fmt: skip
+class OptimusConfig(ClassOptions):
     """The configuration that `optimus_cc_ext.compress` takes.
 
     Raises:
@@ -100,11 +89,6 @@ class OptimusConfig(
     def sums_in_blocks(self) -> bool:
         """True if gradients of replicas, or of the tied embedding, are sent in blocks of few bits."""
         return any(map(block_format, (self.format_of(DP_GRADIENTS), self.format_of(EMBEDDING))))
-
-    @property
-    def sends_rows(self) -> bool:
-        """True if tokens, or their gradients, are sent to experts in blocks of few bits."""
-        return self.is_on(EXPERT_DISPATCH) or self.is_on(EXPERT_GRADIENT)
 
     def is_dense_inside(self, traffic: TrafficClass) -> bool:
         """Return True if a class of traffic is compressed only where it leaves a node."""

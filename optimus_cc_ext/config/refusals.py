@@ -14,21 +14,17 @@ from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
-    EMBEDDING,
-    EXPERT_DISPATCH,
-    EXPERT_GRADIENT,
     PARAM_GATHER,
     PIPELINE_BACKWARD,
-    PIPELINE_FORWARD,
     TrafficClass,
+    classes_among,
 )
 from optimus_cc_ext.config.optimus_config import OptimusConfig
 from optimus_cc_ext.errors import FlagError
 
-_GRADIENTS = (EMBEDDING, DP_GRADIENTS)
-_BUFFERS = (*_GRADIENTS, PARAM_GATHER)
-_MESSAGES = (PIPELINE_FORWARD, PIPELINE_BACKWARD)
-_EXPERTS = (EXPERT_DISPATCH, EXPERT_GRADIENT)
+_GRADIENTS = classes_among("ends", "replicas")
+_BUFFERS = classes_among("ends", "replicas", "owners")
+_MESSAGES, _EXPERTS = classes_among("pipeline"), classes_among("experts")
 
 _FOLDERS = ("save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir")
 

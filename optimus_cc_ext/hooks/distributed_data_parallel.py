@@ -35,7 +35,8 @@ def join(sessions: Sessions, session: Session, model: Any, patches: Patches) -> 
         patches: holds the replaced attributes of the model.
     """
     experts, routers = _expert_parameters(model.module), _router_parameters(model.module)
-    session.expects_rows |= bool(experts)
+    for rows in session.rows:
+        rows.expected |= bool(experts)
     for bucket_groups, replicas in (
         (model.bucket_groups, "dp_cp_group"), (model.expert_parallel_bucket_groups, "expt_dp_group")
     ):  # fmt: skip

@@ -253,23 +253,8 @@ def _without_messages(session: Session) -> str | None:
             "the tied embedding was not summed over its stages. Call finalize_model_grads(), not finish_grad_sync() "
             "alone"
         )
-    staged = session.grid is not None and session.grid.stages > 1
-    if staged and session.forward.messages is not None and not session.forward.seen:
-        return (
-            "no activation passed between stages by megatron-core's point-to-point calls, which "
-            "pipeline_forward_format compresses. Leave it out with another communicator"
-        )
-    if session.config.sends_rows and session.expects_rows and not session.dispatch.seen:
-        return (
-            "no token was exchanged among experts in the forward-backward passes that Optimus-CC sees, and the "
-            "experts' formats compress tokens. Call megatron-core's schedule, or leave the formats out"
-        )
-    if session.applied_steps and session.parameters.buckets and not session.parameters.seen:
-        return (
-            "no parameters were gathered after a step of Megatron's distributed optimizer, which param_gather_format "
-            "compresses. Leave it out with another optimizer"
-        )
-    return None
+    reasons = (technique.unseen(session.applied_steps) for technique in session.techniques)
+    return next(filter(None, reasons), None)
 
 
 def _agree_and_end(session: Session, applied: bool, norms: Mapping[str, Any], clip_grad: float) -> None:

@@ -32,8 +32,9 @@ def _all_to_all(
         return original(group, input_, output_split_sizes_, input_split_sizes, **rest)
     received, sent = _numbers(output_split_sizes_), _numbers(input_split_sizes)
     equal = [input_.shape[0] // group.size()] * group.size()
-    forward, backward = session.dispatch, session.expert_gradients
+    forward, backward = session.rows
     forward.count(session.traffic, input_, group, sent or equal)
+    backward.seen |= forward.seen
     # Without gradients, in the first forward pass of a recomputed layer, no backward pass follows.
     if torch.is_grad_enabled() and input_.requires_grad:
         backward.count(session.traffic, input_, group, received or equal)

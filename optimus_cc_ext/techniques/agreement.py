@@ -13,7 +13,7 @@ from optimus_cc_ext.collectives.nodes import VARIABLE, nodes_line, this_node
 from optimus_cc_ext.compressors import fast
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.classes import CLASSES, classes_among
 from optimus_cc_ext.config.options import flag_of
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import FlagError, RanksDisagree
@@ -130,7 +130,7 @@ def _needed(config: OptimusConfig, grid: Grid, layout: Layout | None = None) -> 
         state_dtype=state_dtype(config.compression_state_dtype),
         rotated=config.block_rotation,
         align=grid.align,
-        row_width=layout.row_width if layout is not None and config.sends_rows else 0,
+        row_width=layout.row_width if layout is not None and any(map(config.is_on, classes_among("experts"))) else 0,
     )
 
 

@@ -247,6 +247,14 @@ class CompressedForward(Technique):
         if self.messages is not None:
             self.messages.end()
 
+    def unseen(self, applied_steps: int) -> str | None:
+        if self.messages is None or self.seen:
+            return None
+        return (
+            "no activation passed between stages by megatron-core's point-to-point calls, which "
+            "pipeline_forward_format compresses. Leave it out with another communicator"
+        )
+
     def transfers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Transfer]:
         """Make the transfers that replace activations in one of Megatron's point-to-point calls, by role."""
         send_next, recv_prev = tensors["send_next"], tensors["recv_prev"]

@@ -11,17 +11,7 @@ from itertools import pairwise
 
 from optimus_cc_ext.collectives.nodes import Levels, levels_of
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import (
-    CLASSES,
-    DP_GRADIENTS,
-    EMBEDDING,
-    EXPERT_DISPATCH,
-    EXPERT_GRADIENT,
-    PARAM_GATHER,
-    PIPELINE_BACKWARD,
-    PIPELINE_FORWARD,
-    TrafficClass,
-)
+from optimus_cc_ext.config.classes import CLASSES, TrafficClass, classes_among
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.techniques.grid import RankPlace
 
@@ -89,21 +79,17 @@ def classes_inside(places: Sequence[RankPlace], instances: int = 1) -> frozenset
         instances: number of the distributed optimizer's instances, runs of consecutive replicas, inside of which
             parameters are gathered.
     """
-    nodes, replicas, hops = _nodes(places), _replicas(places), list(_hops(places))
-    found: set[TrafficClass] = set()
-    if hops and all(nodes[one] == nodes[other] for one, other in hops):
-        found |= {PIPELINE_FORWARD, PIPELINE_BACKWARD}
-    if all(len({nodes[rank] for rank in ranks}) == 1 for ranks in replicas.values()):
-        found.add(DP_GRADIENTS)
-    if all(len({nodes[rank] for rank in run}) == 1 for ranks in replicas.values() for run in _runs(ranks, instances)):
-        found.add(PARAM_GATHER)
-    if all(len({nodes[rank] for rank in place.experts}) == 1 for place in places):
-        found |= {EXPERT_DISPATCH, EXPERT_GRADIENT}
+    nodes, replicas = _nodes(places), _replicas(places)
     last = max(stage for stage, _ in replicas)
-    unions = ([*replicas[0, tensor], *replicas[last, tensor]] for stage, tensor in replicas if stage == 0)
-    if all(len({nodes[rank] for rank in ranks}) == 1 for ranks in unions):
-        found.add(EMBEDDING)
-    return frozenset(found)
+    groups: dict[str, list[Sequence[int]]] = {
+        "pipeline": list(_hops(places)),
+        "replicas": list(replicas.values()),
+        "owners": [run for ranks in replicas.values() for run in _runs(ranks, instances)],
+        "ends": [[*replicas[0, tensor], *replicas[last, tensor]] for stage, tensor in replicas if stage == 0],
+        "experts": [place.experts for place in places],
+    }
+    inside = {name for name, found in groups.items() if found and all(len({nodes[r] for r in g}) == 1 for g in found)}
+    return frozenset(classes_among(*inside))
 
 
 def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace], instances: int = 1) -> Iterator[str]:
@@ -123,8 +109,7 @@ def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace], instances
             yield f"{line}: {', '.join(named)}"
     nodes, hops = _nodes(places), list(_hops(places))
     staying = sum(nodes[one] == nodes[other] for one, other in hops)
-    pipelines = [t for t in (PIPELINE_FORWARD, PIPELINE_BACKWARD) if config.is_dense_inside(t)]
-    if pipelines and 0 < staying < len(hops):
+    if any(map(config.is_dense_inside, classes_among("pipeline"))) and 0 < staying < len(hops):
         yield f"{staying} of {len(hops)} hops between stages stay inside a node, and are left dense"
     if instances > 1 and config.sums_in_blocks:
         yield from _instance_lines(config, places, instances)

@@ -45,6 +45,9 @@ class ExpertRows(Technique):
         """True for each rank of the group that is on another node than this rank; empty: nodes are not known."""
 
         self._width = 0
+        self.expected = False
+        """True if this rank has experts, to which other ranks send tokens."""
+
         self.seen = False
         """True if this rank has sent or received rows."""
 
@@ -56,6 +59,14 @@ class ExpertRows(Technique):
         self._width = layout.row_width
         if stays_dense(self.config, self.traffic, groups.places, [ranks]):
             self._codec = None
+
+    def unseen(self, applied_steps: int) -> str | None:
+        if not self.expected or self.seen or not self.config.is_on(self.traffic):
+            return None
+        return (
+            "no token was exchanged among experts in the forward-backward passes that Optimus-CC sees, and the "
+            "experts' formats compress tokens. Call megatron-core's schedule, or leave the formats out"
+        )
 
     @property
     def codec(self) -> Codec | None:

@@ -209,6 +209,14 @@ class ParamGather(Technique):
         for shards in self.buckets:
             shards.gathered = False
 
+    def unseen(self, applied_steps: int) -> str | None:
+        if not applied_steps or not self.buckets or self.seen:
+            return None
+        return (
+            "no parameters were gathered after a step of Megatron's distributed optimizer, which param_gather_format "
+            "compresses. Leave it out with another optimizer"
+        )
+
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
         """Get the single-rank group, if the gather is compressed."""
         if self.codec is not None:

@@ -21,12 +21,11 @@ from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
     EMBEDDING,
-    EXPERT_DISPATCH,
-    EXPERT_GRADIENT,
     PARAM_GATHER,
     PIPELINE_BACKWARD,
     PIPELINE_FORWARD,
     TrafficClass,
+    classes_among,
 )
 from optimus_cc_ext.config.presets import Layout, check_layout
 from optimus_cc_ext.metrics.report import Report, StageMetrics, collect, technique_metrics
@@ -77,9 +76,6 @@ class Session:
         self.levels_of_sums: str | None = None
         """Levels in which gradients are added up in blocks, in words; None: no gradients are added up in blocks."""
 
-        self.expects_rows = False
-        """True if this rank has experts, to which other ranks send tokens."""
-
         self.traffic = Traffic()
         self.active = False
         """True inside a training iteration. Forward-only passes leave it False, and then nothing is changed."""
@@ -110,14 +106,14 @@ class Session:
         self.embedding = FusedEmbeddingSync(config, EMBEDDING, self.ring)
         self.gradients = SelectiveStageCompression(config, DP_GRADIENTS, self.ring)
         self.parameters = ParamGather(config, PARAM_GATHER, self.ring)
-        self.dispatch = ExpertRows(config, EXPERT_DISPATCH)
-        self.expert_gradients = ExpertRows(config, EXPERT_GRADIENT)
+        self.rows = [ExpertRows(config, traffic) for traffic in classes_among("experts")]
+        """Tokens on their way to experts and back, and their gradients."""
+
         self.trial: Trial | None = None
         """Trial of what a preset compresses; None: everything is compressed as the configuration says."""
 
         self.techniques: tuple[Technique, ...] = (
-            self.forward, self.backprop, self.embedding, self.gradients, self.parameters, self.dispatch,
-            self.expert_gradients,
+            self.forward, self.backprop, self.embedding, self.gradients, self.parameters, *self.rows
         )  # fmt: skip
 
     def report(self, device: torch.device, iterations: int | None = None) -> Report:

@@ -144,6 +144,14 @@ class Technique:
             like: has the shape, dtype and device of the activation gradients.
         """
 
+    def unseen(self, applied_steps: int) -> str | None:
+        """Return why no traffic of the class may have passed in the first steps, if some should have; None: it has.
+
+        Args:
+            applied_steps: the number of steps that were applied before this one.
+        """
+        return None
+
     def shrinks(self, like: torch.Tensor | None) -> bool | None:
         """Return whether any of this rank's traffic would be compressed into fewer bytes; None if that is unknown.
 

@@ -29,7 +29,7 @@ def session_of(config: dict[str, Any]) -> Session:
     group: Any = dist.group.WORLD
     grid = Grid(place=places[dist.get_rank()], stages=1, data_parallel=2, expert_group=group)
     layout = Layout(stages=1, data_parallel=2, tied_embeddings=False, expert_parallel=2, row_width=WIDTH)
-    for technique in (session.dispatch, session.expert_gradients):
+    for technique in session.rows:
         technique.place(grid, layout, SimpleNamespace(places=places))  # type: ignore[arg-type]
     return session
 
@@ -61,7 +61,7 @@ def test_each_direction_sends_every_row_in_its_own_format(forward: str, backward
     config = {"expert_dispatch_format": forward, "expert_gradient_format": backward}
     found = run_ranks(2, exchanged, config)
     session = Session(OptimusConfig(**config))
-    codecs = [technique.new_codec() for technique in (session.dispatch, session.expert_gradients)]
+    codecs = [technique.new_codec() for technique in session.rows]
     parts = [rows_of(rank, sum(SENT[rank])).split(list(SENT[rank])) for rank in (0, 1)]
     arriving = [[SENT[other][rank] for other in (0, 1)] for rank in (0, 1)]
     gradients = [rows_of(rank, sum(arriving[rank]), seed=1).split(arriving[rank]) for rank in (0, 1)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.config import literals_of
-from optimus_cc_ext.config.classes import CLASSES, TrafficClass, class_named
+from optimus_cc_ext.config.classes import CLASSES, ClassOptions, TrafficClass, class_named
 from optimus_cc_ext.config.flags import PRESETS
 from optimus_cc_ext.config.presets import Layout, config_of, describe
 from optimus_cc_ext.config.refusals import REFUSALS
@@ -62,7 +62,7 @@ def test_the_names_that_users_see_stay_as_they_were() -> None:
 
 @every_class
 def test_a_row_names_what_there_is(traffic: TrafficClass) -> None:
-    assert traffic.options in OptimusConfig.__bases__
+    assert traffic.options in ClassOptions.__bases__
     assert traffic.format_field in traffic.fields and "dense" in traffic.formats
     assert set(traffic.settings) <= traffic.fields.keys()
     assert bool(traffic.settings) == bool(traffic.switch) == ("low-rank" in traffic.formats)

@@ -42,7 +42,7 @@ def session_of(nodes: str = "aabb", **config: Any) -> Session:
         for rank, node in enumerate(nodes)
     ]
     grid = Grid(place=places[1], stages=1, data_parallel=4, expert_group=GROUP)  # type: ignore[arg-type]
-    for technique in (session.dispatch, session.expert_gradients):
+    for technique in session.rows:
         technique.place(grid, LAYOUT, SimpleNamespace(places=places))  # type: ignore[arg-type]
     return session
 
@@ -63,7 +63,7 @@ def test_tokens_are_taken_over_and_all_else_stays_megatrons(taken: list[Any]) ->
     session = session_of(**BOTH)
     assert called(session, tokens()) == "ours"
     [(rows, forward, backward, group, received, sent)] = taken
-    assert rows.shape == (26, 256) and (forward, backward) == (session.dispatch, session.expert_gradients)
+    assert rows.shape == (26, 256) and [forward, backward] == session.rows
     assert group is GROUP and (received, sent) == ([1, 2, 3, 4], [5, 6, 7, 8])
     assert called(None, tokens()) == "vanilla", "no pass is open: evaluation, or a model without a handle"
     assert called(session, torch.ones(26, requires_grad=True)) == "vanilla", "probabilities"
@@ -107,7 +107,7 @@ def test_with_capacity_padding_all_parts_are_equal_and_without_gradients_nothing
         called(session, tokens(rows=32), splits=False)
     assert counted(session.traffic)[:2] == [(24 * 1024, 24 * 260), (0, 0)]
     assert taken[0][-2:] == (None, None)
-    assert session.dispatch.seen
+    assert session.rows[0].seen
 
 
 @pytest.mark.parametrize("nodes, expected", [("aaaa", "vanilla"), ("aaab", "ours")])
@@ -121,14 +121,17 @@ def test_a_preset_leaves_tokens_dense_inside_a_node_and_a_flag_of_the_class_does
 @pytest.mark.parametrize("seen", [False, True])
 def test_a_step_whose_tokens_passed_outside_of_the_wrap_is_refused(taken: list[Any], seen: bool) -> None:
     session = session_of(**BOTH)
-    session.expects_rows, session.step.passes, session.step.reduced = True, 1, True
+    session.step.passes, session.step.reduced = 1, True
+    for rows in session.rows:
+        rows.expected = True
     session.embedding.group = None
     if seen:
         called(session, tokens())
     reason = _without_messages(session)
     assert (reason is None) is seen
     assert seen or "no token was exchanged among experts" in str(reason)
-    session.expects_rows = False
+    for rows in session.rows:
+        rows.expected = False
     assert _without_messages(session) is None, "this rank has no layer with experts"
 
 

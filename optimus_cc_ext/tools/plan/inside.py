@@ -145,7 +145,7 @@ def _exchange(cluster: Cluster, job: Job, config: OptimusConfig, traffic: Traffi
     form = config.format_of(traffic)
     if job.dispatcher != "alltoall" or (config.is_dense_inside(traffic) and group.nodes == 1):
         form = "dense"
-    values = float(job.expert_rows * model.hidden)
+    values = float(job.routed_rows * model.hidden)
     nbytes, coding = in_blocks(cluster.gpu, values, width, form)
     coding *= 2 * cluster.coding_scale
     if job.dispatcher != "alltoall" and (mixture := model.mixture):

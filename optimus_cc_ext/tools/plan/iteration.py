@@ -39,7 +39,7 @@ from optimus_cc_ext.tools.plan.traffic import (
 
 FORWARD, BACKWARD = classes.PIPELINE_FORWARD.tag, classes.PIPELINE_BACKWARD.tag
 GRADIENTS, EMBEDDING, GATHER = classes.DP_GRADIENTS.tag, classes.EMBEDDING.tag, classes.PARAM_GATHER.tag
-_INSIDE = (TENSOR, CONTEXT, classes.EXPERT_DISPATCH.tag, classes.EXPERT_GRADIENT.tag)
+_INSIDE = (TENSOR, CONTEXT, *(traffic.tag for traffic in classes.classes_among("experts")))
 CLASSES = (
     "computation", "bubble", *_INSIDE, FORWARD, BACKWARD, GRADIENTS, EMBEDDING, "optimizer", GATHER,
     "compression",

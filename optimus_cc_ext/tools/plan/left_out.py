@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from optimus_cc_ext.compressors.formats import BLOCK
+from optimus_cc_ext.config.classes import classes_among
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster
 from optimus_cc_ext.tools.plan.iteration import PlannedIteration, breakdown
@@ -39,7 +40,7 @@ def _mixtures(cluster: Cluster, job: Job, parts: dict[str, float]) -> float:
     dense = replace(job, model=replace(job.model, mixture=replace(job.model.mixture, top_k=1, ffn=1)))
     both, without = layer(cluster.gpu, job), layer(cluster.gpu, dense)
     computed = both.forward + both.backward - without.forward - without.backward
-    return _layers(cluster, job) * computed + parts["expert dispatch"] + parts["expert gradient"]
+    return _layers(cluster, job) * computed + _exchange(cluster, job, parts, "")
 
 
 def _capacity(cluster: Cluster, job: Job, parts: dict[str, float], value: str) -> float:
@@ -62,7 +63,7 @@ def _head_weights(cluster: Cluster, job: Job, parts: dict[str, float], value: st
 
 
 def _exchange(cluster: Cluster, job: Job, parts: dict[str, float], value: str) -> float:
-    return parts["expert dispatch"] + parts["expert gradient"]
+    return sum(parts[traffic.tag] for traffic in classes_among("experts"))
 
 
 def _gather(cluster: Cluster, job: Job, parts: dict[str, float], value: str) -> float:
@@ -183,11 +184,12 @@ def hybrid_bytes(pattern: str, job: Job, words: Sequence[str]) -> dict[str, floa
         return sum(ring_bytes(width * values, ranks, twice=twice) for values, ranks in parts)
 
     message = float(job.micro_batches * job.vpp * job.message_rows * hidden * job.value_bytes)
-    tokens = 2.0 * job.micro_batches * pattern.count("E") / job.pp * job.value_bytes * job.expert_rows * hidden
+    tokens = 2.0 * job.micro_batches * pattern.count("E") / job.pp * job.value_bytes * job.routed_rows * hidden
+    exchanged = " and ".join(traffic.tag for traffic in classes_among("experts"))
     found = {
         "DP gradients": over_replicas(job.gradient_bytes, twice=not job.distributed_optimizer),
         "parameter gather": over_replicas(job.value_bytes, twice=False) if job.distributed_optimizer else 0.0,
         "pipeline forward and pipeline backward each": message if job.pp > 1 else 0.0,
-        "expert dispatch and expert gradient each": tokens * (job.ep - 1) / job.ep if mixture else 0.0,
+        f"{exchanged} each": tokens * (job.ep - 1) / job.ep if mixture else 0.0,
     }
     return {name: nbytes for name, nbytes in found.items() if nbytes}

@@ -202,7 +202,7 @@ class Job:
         return self.micro_batch * self.model.sequence // self.cp
 
     @property
-    def expert_rows(self) -> int:
+    def routed_rows(self) -> int:
         """Number of tokens that one rank sends to experts, counted once for each expert; 0 without a mixture."""
         return self.rows // self.tp * self.model.mixture.top_k if self.model.mixture else 0
 

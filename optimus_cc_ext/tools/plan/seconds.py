@@ -132,7 +132,7 @@ def _mixture(gpu: Gpu, job: Job) -> _LayerPart:
     if mixture is None:
         return _NO_LAYER_PART
     (router, *routed), own = model.routed_experts, mixture.experts // job.ep
-    arrived = job.expert_rows * job.etp
+    arrived = job.routed_rows * job.etp
     tokens = job.rows // job.tp
     scores = _linear(gpu, tokens, router.inputs, router.outputs, False)
     # Tokens are permuted before they are sent and after they have arrived, and put back in both places on the way back:
@@ -195,7 +195,7 @@ def layer(gpu: Gpu, job: Job) -> Seconds:
             "moe": mixture.linear.forward + moved(gpu, mixture.forward),
             "shared_experts": shared,
             "layernorm": moved(gpu, 2 * 4 * rows * model.hidden / split),
-            "moe_act": moved(gpu, 2 * (2 + model.gated) * job.expert_rows * model.mixture.ffn)
+            "moe_act": moved(gpu, 2 * (2 + model.gated) * job.routed_rows * model.mixture.ffn)
             if model.mixture
             else 0.0,
         }

@@ -13,11 +13,10 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
     DP_GRADIENTS,
     EMBEDDING,
-    EXPERT_DISPATCH,
-    EXPERT_GRADIENT,
     PARAM_GATHER,
     PIPELINE_BACKWARD,
     PIPELINE_FORWARD,
+    classes_among,
 )
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant, Gpu
@@ -289,10 +288,10 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
         ours += (coded + job.value_bytes) * shards
         ring = max(ring, coded * parameters)
     ours += min(ring, config.message_memory * 1e6)
-    rows = max(map(config.format_of, (EXPERT_DISPATCH, EXPERT_GRADIENT)), key=_row_bits)
+    rows = max(map(config.format_of, classes_among("experts")), key=_row_bits)
     if block_format(rows):
         # An exchange keeps two messages and the decoded tokens.
-        ours += job.expert_rows * job.model.hidden * (2 * _row_bits(rows) / 8 + job.value_bytes)
+        ours += job.routed_rows * job.model.hidden * (2 * _row_bits(rows) / 8 + job.value_bytes)
     return {
         "weights": 2.0 * parameters,
         "gradients": float(job.gradient_bytes * parameters),
@@ -329,7 +328,7 @@ def activation_bytes(job: Job) -> float:
         dense = 0 if "mlp" in again else gated * model.inner * model.dense_layers / model.layers
         split = 2 * (attention + dense) * job.rows / t
         if (mixture := model.mixture) and "moe" not in again:
-            routed = job.expert_rows * (model.hidden * job.etp + (gated - ("moe_act" in again)) * mixture.ffn)
+            routed = job.routed_rows * (model.hidden * job.etp + (gated - ("moe_act" in again)) * mixture.ffn)
             shared = 0 if "shared_experts" in again else gated * mixture.shared * job.rows / t
             split += 2 * (routed + shared) * mixture.layers / model.layers
         whole = (6 if "layernorm" in again else 10) * tokens / (t if job.sequence_parallel else 1)
