@@ -92,6 +92,11 @@ def classes_inside(places: Sequence[RankPlace], instances: int = 1) -> frozenset
     return frozenset(classes_among(*inside))
 
 
+def left_dense(config: OptimusConfig, places: Sequence[RankPlace], instances: int = 1) -> frozenset[TrafficClass]:
+    """Return the classes that a preset alone asks for and that stay dense, because nothing of them leaves a node."""
+    return frozenset(filter(config.is_dense_inside, classes_inside(places, instances)))
+
+
 def crossing_lines(config: OptimusConfig, places: Sequence[RankPlace], instances: int = 1) -> Iterator[str]:
     """Yield the log lines about traffic that stays inside nodes, and about levels; `instances` is the number of
     instances of the distributed optimizer.

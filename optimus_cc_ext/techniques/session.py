@@ -33,12 +33,7 @@ from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.agreement import agree
 from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, CompressedForward
-from optimus_cc_ext.techniques.crossing import (
-    classes_inside,
-    crossing_lines,
-    leaving_roles,
-    levels_of_sums,
-)
+from optimus_cc_ext.techniques.crossing import crossing_lines, leaving_roles, left_dense, levels_of_sums
 from optimus_cc_ext.techniques.expert_rows import ExpertRows
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
@@ -179,8 +174,7 @@ class Session:
         notes += crossing_lines(self.config, places, layout.instances)
         self.leaving_roles = leaving_roles(places, grid.place.rank, grid.place.stage)
         self.levels_of_sums = levels_of_sums(self.config, places, layout.instances)
-        inside = classes_inside(places, layout.instances)
-        self.left_dense = frozenset(filter(self.config.is_dense_inside, inside))
+        self.left_dense = left_dense(self.config, places, layout.instances)
         self.new_groups = NewGroups(places, grid.replica_group, grid.timeout)
         for technique in self.techniques:
             technique.left_dense = technique.traffic in self.left_dense

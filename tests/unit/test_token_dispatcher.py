@@ -139,7 +139,7 @@ def test_a_step_whose_tokens_passed_outside_of_the_wrap_is_refused(taken: list[A
 def test_errors_are_measured_on_128_rows_of_an_exchange_at_most(
     taken: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, rows: int, least: int
 ) -> None:
-    dispatch = session_of(**BOTH).dispatch
+    dispatch = session_of(**BOTH).rows[0]
     codec, measured = dispatch.codec, list[int]()
     assert codec is not None
     monkeypatch.setattr(dispatch.gauge, "note", lambda values, error: measured.append(len(values)))

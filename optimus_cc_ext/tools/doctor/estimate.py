@@ -19,18 +19,17 @@ from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
     EMBEDDING,
-    EXPERT_DISPATCH,
-    EXPERT_GRADIENT,
     PARAM_GATHER,
     PIPELINE_BACKWARD,
     PIPELINE_FORWARD,
     TrafficClass,
+    classes_among,
 )
 from optimus_cc_ext.config.presets import Layout, saves_nothing
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, ParameterRecord
-from optimus_cc_ext.techniques.crossing import classes_inside, levels_of_group
+from optimus_cc_ext.techniques.crossing import left_dense, levels_of_group
 from optimus_cc_ext.techniques.fused_embedding_sync import legs_of_sum, plan_of_union, union_ranks
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.groups import communicator_bytes
@@ -150,7 +149,7 @@ class OnNodes:
             beside=sum(nodes[rank] == nodes[0] for rank in alike),
             union=together if config.dp_compression_levels != "one" else ONE_LEVEL,
             beside_in_union=sum(nodes[rank] == nodes[0] for rank in union),
-            left_dense=frozenset(filter(config.is_dense_inside, classes_inside(places, instances))),
+            left_dense=left_dense(config, places, instances),
             tokens_to_ranks=away(places, nodes=False),
             tokens_to_nodes=away(places, nodes=True),
             crossing=sum(nodes[a] != nodes[b] for a, b in hops) / max(1, len(hops)),
@@ -239,7 +238,7 @@ def _of_tokens(
             times * tokens.sent_bytes(traffic, "dense"),
             times * tokens.sent_bytes(traffic, "dense" if traffic in on.left_dense else config.format_of(traffic)),
         )
-        for traffic in (EXPERT_DISPATCH, EXPERT_GRADIENT)
+        for traffic in classes_among("experts")
     }
 
 
