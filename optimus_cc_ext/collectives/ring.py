@@ -113,6 +113,9 @@ class Ring:
     def __init__(self, slots: int = SLOTS) -> None:
         self._slots = slots
         self._lanes: list[Lane] = []
+        self._largest = 0
+        """Bytes of a slot: those of the largest slice of all lanes."""
+
         self._free: deque[_Slot] = deque()
         self._under_way: deque[tuple[Slice, _Slot]] = deque()
         self._waiting: deque[Slice] = deque()
@@ -127,12 +130,14 @@ class Ring:
         """Bytes of the slots that all lanes together use; slices of two kinds are never under way together."""
         return slots_bytes((lane.exchanges for lane in self._lanes), self._slots)
 
-    @property
-    def _largest(self) -> int:
-        return slots_bytes((lane.exchanges for lane in self._lanes), 1)
+    def measure(self) -> None:
+        """Make slots as large as the lanes now need them."""
+        before, self._largest = self._largest, slots_bytes((lane.exchanges for lane in self._lanes), 1)
+        if self._largest != before:
+            self.drop_memory()
 
     def drop_memory(self) -> None:
-        """Drop the free slots: later ones are as large as the slices that the lanes then have."""
+        """Drop the free slots; later ones are made when they are needed."""
         if any(has_streams(slot.device) for slot in self._free):
             torch.cuda.synchronize()  # a slot returns to the current stream, while another one may still use it
         self._free.clear()
@@ -142,9 +147,9 @@ class Ring:
     def submit(self, slices: Sequence[Slice], *, urgent: bool) -> None:
         """Begin slices, or let them wait for slots; `urgent` is that of their lane."""
         earlier = len(self._under_way)
-        for slice in slices:
-            slice.pending = True
-            slice.take_stream()
+        for each in slices:
+            each.pending = True
+            each.take_stream()
         self._waiting.extend(slices)
         self._begin()
         for _ in range(earlier if urgent else 0):
@@ -153,36 +158,36 @@ class Ring:
 
     def end(self, slices: Sequence[Slice]) -> None:
         """End these slices, and with them every earlier one. Later work on the current stream sees the results."""
-        for slice in slices:
-            while slice.pending:
+        for each in slices:
+            while each.pending:
                 self._end_oldest()
-        for slice in slices[-1:]:
-            slice.join()
+        for each in slices[-1:]:
+            each.join()
 
     def forget(self, slices: Sequence[Slice]) -> None:
         """Drop slices that a failed pass has left. Messages may still arrive in their slots, which are not used
         again.
         """
-        for slice in slices:
-            slice.pending = False
+        for each in slices:
+            each.pending = False
         self._waiting = deque(each for each in self._waiting if each.pending)
         self._under_way = deque(each for each in self._under_way if each[0].pending)
 
     def _begin(self) -> None:
         while self._waiting and len(self._under_way) < self._slots:
-            slice = self._waiting.popleft()
-            with slice.on_its_stream():
-                slot = self._free.popleft() if self._free else _Slot(self._largest, slice.device)
-                slice.begin(*slice.views_of(slot.take()))
-            self._under_way.append((slice, slot))
+            begun = self._waiting.popleft()
+            with begun.on_its_stream():
+                slot = self._free.popleft() if self._free else _Slot(self._largest, begun.device)
+                begun.begin(*begun.views_of(slot.take()))
+            self._under_way.append((begun, slot))
 
     def _end_oldest(self) -> None:
-        slice, slot = self._under_way.popleft()
-        with slice.on_its_stream():
-            slice.end()
+        ended, slot = self._under_way.popleft()
+        with ended.on_its_stream():
+            ended.end()
             slot.give_back()
-        slice.pending = False
-        if slot.nbytes >= self._largest:
+        ended.pending = False
+        if slot.nbytes == self._largest:
             self._free.append(slot)
         self._begin()
 
@@ -199,15 +204,14 @@ class Lane:
 
     def reserve(self, slices: Sequence[Slice], *, together: bool) -> None:
         """Note the slices of one more exchange, which will be submitted together; `Exchanged` has `together`."""
-        before = self.ring._largest
         self._exchanges.append((slices, together))
-        if self.ring._largest > before:
-            self.ring.drop_memory()
+        self.ring.measure()
 
     def keep(self, exchanges: Sequence[Sequence[Slice]]) -> None:
         """Forget all exchanges but these: they submit nothing any more, and the memory that they alone needed goes."""
         self.forget()
         self._exchanges[:] = [each for each in self._exchanges if any(each[0] is kept for kept in exchanges)]
+        self.ring.measure()
         self.ring.drop_memory()
 
     def forget_views(self) -> None:

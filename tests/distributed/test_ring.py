@@ -144,8 +144,17 @@ KINDS: dict[str, Any] = {
 }
 
 
+DEFAULT, FULL = ("whole", "shards, two levels", "parameters"), ("gathered shards", "whole, two levels")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in DEFAULT else pytest.mark.full if kind in FULL else pytest.mark.ci)
+        for kind in KINDS
+    ],
+)
 def test_slices_give_the_bits_of_one_message_and_memory_stays_below_its_bound(kind: str, dtype: torch.dtype) -> None:
     one = run_ranks(RANKS, KINDS[kind], dtype, None, 3)
     for slots in (1, 3):

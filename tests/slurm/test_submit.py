@@ -129,7 +129,7 @@ def test_what_is_good_goes_to_sbatch_with_its_variables_options_and_flags(run: R
     assert ended.errors.endswith("to partition nope\n")
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_the_flags_behind_the_dashes_are_checked_by_doctor_last_of_all(run: Run) -> None:
     words = ["pretrain", "--gpus-per-node=8", "--dry-run", "--", "--bf16", "--optimus-cc", "balenced"]
     assert "GLOBAL_BATCH_SIZE" in submit(run, *words, DOCTOR="", GLOBAL_BATCH_SIZE="3").errors, "not asked yet"

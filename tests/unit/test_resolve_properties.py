@@ -28,6 +28,7 @@ LOW_RANK_ONLY = {
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     **{traffic.format_field: st.sampled_from(traffic.formats) for traffic in CLASSES},
     "block_rotation": st.booleans(),
+    "message_memory": st.integers(-1, 1024),
     "compressed_backprop": st.booleans(),
     "compressed_backprop_rank": RANKS,
     "compressed_backprop_messages": st.sampled_from(["epilogue", "all"]),

@@ -44,7 +44,7 @@ def test_rows_are_those_of_the_reference_to_the_byte_in_parts_of_any_length(monk
     assert message.shape == (5, codec.row_bytes(width))
     assert torch.equal(message, reference.encode_rows(rows))
     assert torch.equal(codec.decode_rows(message, dtype), reference.decode_rows(message, dtype))
-    monkeypatch.setattr(blocks, "_AT_ONCE", 2)  # codecs take two blocks at once, so that parts end inside of rows
+    monkeypatch.setattr(blocks, "AT_ONCE", 2)  # codecs take two blocks at once, so that parts end inside of rows
     assert torch.equal(codec.encode_rows(rows), message)
     assert torch.equal(codec.decode_rows(message, dtype), reference.decode_rows(message, dtype))
 

@@ -26,7 +26,7 @@ CODED = [(format, rotated) for format, rotated in EVERY if format in ("int8", "i
 
 @pytest.mark.skipif(not launches.AVAILABLE, reason="triton is missing, or older than 3.6")
 @pytest.mark.skipif(launches.INTERPRETED, reason="they run in this process")
-@pytest.mark.ci
+@pytest.mark.full
 def test_random_plans_hold_in_tritons_interpreter() -> None:
     assert_holds_in_tritons_interpreter(__file__, "TestRandomPlans")
 
