@@ -191,7 +191,7 @@ class ExchangePlan:
 
     @cached_property
     def _cut(self) -> tuple[int, int]:
-        """Number of slices, and the most blocks between two places at which a shard can be cut.
+        """Number of slices, and the largest distance between two possible cuts of a shard, in blocks.
 
         Raises:
             FlagError: not even one block of each rank fits into a slot.
@@ -202,17 +202,16 @@ class ExchangePlan:
         )
         if self.slot_bytes is None or self._slot(blocks, values) <= self.slot_bytes:
             return 1, 1
-        unit = AT_ONCE
+        if (least := self._slot(1, 1)) > self.slot_bytes:
+            needed = SLOTS * least / 1e6
+            reason = f"messages of one block to each of {self.senders} ranks need {needed:.2f} MB"
+            raise FlagError("--message-memory", reason, f"Give at least {math.ceil(needed)}")
+        unit, count = AT_ONCE, 2
         while unit > 1 and self._slot(unit, 0) > self.slot_bytes // 4:
             unit //= 2
-        for count in range(2, 2 * max(blocks, values)):
-            if self._slot(-(-blocks // count) + unit - 1, -(-values // count)) <= self.slot_bytes:
-                return count, unit
-        needed = SLOTS * self._slot(1, 1) / 1e6
-        raise FlagError(
-            "--message-memory", f"messages of one block to each of {self.senders} ranks need {needed:.2f} MB",
-            f"Give at least {math.ceil(needed)}",
-        )  # fmt: skip
+        while self._slot(-(-blocks // count) + unit - 1, -(-values // count)) > self.slot_bytes:
+            count += 1
+        return count, unit
 
     def _slot(self, blocks: int, values: int) -> int:
         """Return the bytes of messages of so many blocks and dense values: of gradients in both directions, and later
@@ -280,7 +279,7 @@ class ExchangePlan:
         return sum(length for _, length in self.slabs), max(length for _, length in self.parts)
 
     def legs(self, beside: int = 1, whole: bool = False) -> list[Leg]:
-        """Return the collectives of one rank, whose node holds `beside` ranks; `whole` is that of `Reducer.start`."""
+        """Return the collectives of one rank, whose node holds `beside` ranks; `Reducer.start` explains `whole`."""
         size, span, (gradients, sums) = self.dtype.itemsize, Span(self.ranks, beside), self.message_bytes
         node, rail = span.inside(self.members), span.across(self.members)
         inside = [reduce_scatter(length * size, node) for _, length in self.slabs]
@@ -369,7 +368,7 @@ class Exchange(Reducer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Finish all slices; gather their sums inside the node, or whole gradients if asked to."""
+        """End all slices. Then gather the sums inside the node, or whole gradients if `start` was asked for them."""
         self._lane.end(self.slices)
         if (flat := self.flat) is None:
             return

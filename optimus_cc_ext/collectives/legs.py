@@ -95,5 +95,5 @@ def exchange(message: int, span: Span) -> Leg:
 
 
 def gather(message: int, span: Span) -> Leg:
-    """Return the leg of a ring in which every other rank gets this rank's message of `message` bytes."""
+    """Return the leg of an all-gather in a ring, which takes this rank's `message` bytes to every other rank."""
     return Leg("ring", message * (span.ranks - 1), span)

@@ -64,7 +64,7 @@ class Tools:
     """Way to the memory for messages."""
 
     together: bool = False
-    """True if other exchanges of the lane are under way beside this one."""
+    """True if several exchanges of the lane are under way at the same time."""
 
 
 def message_bytes(layout: BlockLayout, format: str, dtype: torch.dtype) -> int:

@@ -42,7 +42,7 @@ def dealt(ranges: Sequence[Range], parts: int, unit: int) -> list[list[Range]]:
 def portions(
     ranges: Sequence[Range], count: int, block: int = 1, unit: Callable[[int], int] = lambda blocks: 1
 ) -> list[list[Range]]:
-    """Cut ranges into consecutive portions of about equally many blocks.
+    """Cut ranges into consecutive portions that have about equally many blocks each.
 
     Args:
         ranges: in ascending order; each begins with a whole block, and its last block may be short.

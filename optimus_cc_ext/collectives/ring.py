@@ -65,8 +65,8 @@ class Slice(ABC):
         """True from `Lane.submit` until the messages are decoded."""
 
         self.views: dict[torch.Tensor, tuple[torch.Tensor, ...]] = {}
-        """Views of the memory of each slot that it had, by that memory: making them anew would cost as much as a
-        kernel.
+        """Views of each slot's memory that this slice has used, by that memory. They are kept because making a view
+        costs as much as a small kernel.
         """
 
         self._stream: torch.cuda.Stream | None = None
@@ -90,7 +90,7 @@ class Slice(ABC):
         """Wait for the messages, and decode them; afterwards the memory belongs to another slice."""
 
     def take_stream(self) -> None:
-        """Work on the current stream from now on."""
+        """Bind the slice to the current stream, on which all of its work will run."""
         self._stream = torch.cuda.current_stream(self.device) if has_streams(self.device) else None
 
     def on_its_stream(self) -> AbstractContextManager[object]:
@@ -249,7 +249,7 @@ class _Slot:
         self._used = torch.cuda.Event() if has_streams(device) else None
 
     def take(self) -> torch.Tensor:
-        """Return the memory. The current stream waits for the work that used it last."""
+        """Return the memory, and let the current stream wait for the work that used the memory last."""
         if self._used is not None:
             self._used.wait()
         return self._memory

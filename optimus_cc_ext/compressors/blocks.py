@@ -114,7 +114,7 @@ class BlockLayout:
         return len(self.pieces)
 
     def sections(self, code_bytes: int, itemsize: int) -> tuple[int, int, int]:
-        """Return `section_bytes` of a message; `code_bytes` of one block, `itemsize` of one dense value."""
+        """Return the offsets in a message of this layout, and its length; `section_bytes` explains the arguments."""
         return section_bytes(self.blocks, self.dense_numel, code_bytes, itemsize)
 
 
@@ -419,7 +419,7 @@ def hadamard(size: int) -> Tensor:
 
 
 def _parts(pieces: tuple[Piece, ...], device: torch.device) -> Iterator[tuple[Piece, slice]]:
-    """Cut pieces into parts of at most `AT_ONCE` blocks; yield each part with the slice of its blocks."""
+    """Cut pieces into parts of at most `AT_ONCE` blocks. Yield each part, and the slice of its block numbers."""
     most = AT_ONCE if device.type == "cpu" else _AT_ONCE_ON_GPU
     for piece in pieces:
         for done in range(0, piece.numel, most * BLOCK):

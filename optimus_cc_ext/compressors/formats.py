@@ -104,7 +104,7 @@ def block_format(chosen: str) -> str | None:
 
 
 def section_bytes(blocks: int, values: int, code_bytes: int, itemsize: int) -> tuple[int, int, int]:
-    """Return the byte offsets at which the scales and the codes of a message begin and the message ends.
+    """Return the byte offsets of a message's scales and of its codes, and the length of the message.
 
     Args:
         blocks: number of encoded blocks, each with `code_bytes` of codes.
