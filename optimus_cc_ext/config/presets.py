@@ -6,7 +6,7 @@ The rules are pure functions without Megatron or process groups, so that each ca
 import argparse
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -272,11 +272,12 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
             raise FlagError(flag_of(warmup), reason, "Give --train-iters, or a warm-up of 0")
 
 
-def describe(config: OptimusConfig) -> str:
-    """Return one line that lists the techniques that are on."""
-    return ", ".join(_described(config, traffic) for traffic in CLASSES if config.is_on(traffic)) or (
-        "every technique is off"
-    )
+def describe(config: OptimusConfig, left_dense: Collection[TrafficClass] = ()) -> str:
+    """Return one line that lists the techniques that are on, but for classes that are left dense."""
+    on = [traffic for traffic in CLASSES if config.is_on(traffic)]
+    if on and set(on) <= set(left_dense):
+        return "nothing is compressed, because nothing leaves a node"
+    return ", ".join(_described(config, each) for each in on if each not in left_dense) or "every technique is off"
 
 
 def saves_nothing(config: OptimusConfig, traffic: TrafficClass) -> str:

@@ -182,17 +182,22 @@ def test_a_line_is_judged_for_its_target_and_not_for_the_machine_that_doctor_run
     found = ask_doctor(line, None)
     assert found.code == 0, found.output[-2000:]
     first, second = found.output.splitlines()[:2]
-    assert first.startswith("ok   h100 ") and "training would start: pipeline forward (int8)" in first
-    assert (
-        "formats" in second
-        and "pipeline forward int8, pipeline backward int8" in second
-        and "DP gradients int8" in second
-    )
+    assert first.startswith("ok   h100 ")
+    assert "training would start: nothing is compressed, because nothing leaves a node" in first
+    assert "formats" in second and "pipeline forward dense (inside nodes)" in second and "int8" not in second
     assert "needed on the machine that trains: transformer-engine (" in found.output and " assumed)" in found.output
     aware = ask_doctor(line + " --bf16 --use-distributed-optimizer --use-precision-aware-optimizer", None)
     assert aware.code == 0, aware.output[-2000:]
     here = ask_doctor(line, None, "--target", "here")
     assert here.code == 1 and "capability for GroupedGEMM" in here.output.splitlines()[0]
+
+
+def test_the_verdict_names_the_formats_of_what_leaves_a_node_and_of_nothing_else() -> None:
+    found = ask_doctor(f"torchrun --nnodes 2 --nproc-per-node 2 -m optimus_cc_ext {PP2} --optimus-cc balanced", None)
+    assert found.code == 0, found.output[-2000:]
+    first, second = found.output.splitlines()[:2]
+    assert "training would start: pipeline forward (int8)" in first and "DP gradients" not in first
+    assert "pipeline forward int8, pipeline backward int8" in second and "DP gradients dense (inside nodes)" in second
 
 
 def test_a_variable_in_front_of_the_line_counts_and_one_that_is_not_given_is_named() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from optimus_cc_ext.announce import COMPRESSION_STATE
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.classes import CLASSES, TrafficClass
 from optimus_cc_ext.config.presets import Layout, cost_of_shards, describe
 from optimus_cc_ext.errors import FlagError, OptimusError, require_megatron, require_torch
 from optimus_cc_ext.placement import Placement, placement_line
@@ -118,7 +118,7 @@ def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_
     config, layout = launch.config, launch.layout
     placement = _placement(args, ranks_per_node)
     try:
-        lines = _lines_about_nodes(config, placement, layout.instances)
+        lines, inside = _lines_about_nodes(config, placement, layout.instances)
     except FlagError as error:
         return Diagnosis(Finding(target, str(error), "FAIL"), REFUSED, notes, {"target": target})
     try:
@@ -134,9 +134,11 @@ def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_
     placed = [Finding("placement", placement_line(placement).removeprefix("placement "))] if args.world_size > 1 else []
     placed += [Finding("nodes", line) for line in lines]
     formats = {traffic.tag: config.format_of(traffic) for traffic in CLASSES}
-    travels = ", ".join(f"{tag} {chosen}" for tag, chosen in formats.items())
+    travels = ", ".join(
+        f"{each.tag} {'dense (inside nodes)' if each in inside else config.format_of(each)}" for each in CLASSES
+    )
     return Diagnosis(
-        Finding(target, f"training would start: {describe(config)}", "ok"),
+        Finding(target, f"training would start: {describe(config, inside)}", "ok"),
         findings=[
             Finding("formats", travels),
             Finding("layout", _layout(args)),
@@ -175,21 +177,24 @@ def _placement(args: argparse.Namespace, ranks_per_node: int) -> Placement:
     )  # fmt: skip
 
 
-def _lines_about_nodes(config: OptimusConfig, placement: Placement, instances: int) -> list[str]:
-    """Return the lines that the run would log about traffic inside nodes and about levels.
+def _lines_about_nodes(
+    config: OptimusConfig, placement: Placement, instances: int
+) -> tuple[list[str], frozenset[TrafficClass]]:
+    """Return the lines that the run would log about traffic inside nodes and about levels, and the classes that are
+    left dense because nothing of them leaves a node.
 
     Raises:
         FlagError: two levels are asked for, and no group of replicas has them.
     """
-    from optimus_cc_ext.techniques.crossing import crossing_lines
+    from optimus_cc_ext.techniques.crossing import crossing_lines, left_dense
     from optimus_cc_ext.tools.doctor.estimate import places_of
 
     if not config.any_technique:
-        return []
+        return [], frozenset()
     places = places_of(placement)
     whole = len({place.node for place in places}) == 1 and len(places) > 1
     lines = ["the whole job fits one node: nothing leaves it"] if whole else []
-    return lines + list(crossing_lines(config, places, instances))
+    return lines + list(crossing_lines(config, places, instances)), left_dense(config, places, instances)
 
 
 def _shards(args: argparse.Namespace, config: OptimusConfig) -> list[Finding]:
