@@ -14,8 +14,11 @@ from optimus_cc_ext.config.classes import (
     ClassOptions,
     TrafficClass,
 )
-from optimus_cc_ext.config.options import Values, completed, option
+from optimus_cc_ext.config.options import Values, completed, flag_of, option
 from optimus_cc_ext.errors import FlagError
+
+MOST_COPIES = 0.85
+"""The largest share of a plain all-to-all's copies at which tokens go once a node by themselves."""
 
 
 @completed
@@ -29,6 +32,13 @@ class OptimusConfig(ClassOptions):
 
     compression_seed: int = option(
         1234, "Seed of compression's own random generators.", Values("S"), shown_default="Megatron's --seed"
+    )
+    expert_exchange: Literal["auto", "direct", "once-a-node"] = option(
+        "auto",
+        "Way of experts' tokens: direct sends a copy for each expert, as Megatron does; once-a-node sends a token once "
+        "to each node, and adds a node's results up there, in any format, dense too. auto does so where tokens "
+        "are compressed, an expert group has as many ranks on each of its nodes, two or more, and at most "
+        f"{MOST_COPIES} of the copies are then sent.",
     )
     compression_state_dtype: Literal["fp32", "bf16"] = option(
         "fp32", "Data type of the compression state, residuals and low-rank factors; bf16 halves its memory."
@@ -79,7 +89,16 @@ class OptimusConfig(ClassOptions):
 
     def is_on(self, traffic: TrafficClass) -> bool:
         """Return True if a class of traffic is sent in another form than vanilla Megatron's."""
-        return self.format_of(traffic) != "dense" or getattr(self, traffic.name, False)
+        return self.format_of(traffic) != "dense" or getattr(self, traffic.name, False) or self.goes_once(traffic)
+
+    def goes_once(self, traffic: TrafficClass) -> bool:
+        """Return True if a flag of its own sends the class once a node, in any format."""
+        return traffic.among == "experts" and self.expert_exchange == "once-a-node"
+
+    def flag_of(self, traffic: TrafficClass) -> str:
+        """Return the flag that switches a class of traffic on in this configuration."""
+        dense = self.format_of(traffic) == "dense"
+        return flag_of("expert_exchange") if dense and self.goes_once(traffic) else traffic.flag
 
     def format_of(self, traffic: TrafficClass) -> str:
         """Return the wire format of a class of traffic."""

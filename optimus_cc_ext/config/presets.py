@@ -13,7 +13,15 @@ from typing import Any
 
 from optimus_cc_ext.compressors.formats import BLOCK, block_format
 from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS
-from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, PARAM_GATHER, PIPELINE_BACKWARD, Need, TrafficClass
+from optimus_cc_ext.config.classes import (
+    CLASSES,
+    DP_GRADIENTS,
+    PARAM_GATHER,
+    PIPELINE_BACKWARD,
+    Need,
+    TrafficClass,
+    classes_among,
+)
 from optimus_cc_ext.config.flags import PRESETS, Request, add_flags, request_from
 from optimus_cc_ext.config.optimus_config import OptimusConfig
 from optimus_cc_ext.config.options import flag_of
@@ -58,6 +66,14 @@ class Layout:
 
     row_width: int = 0
     """The number of values of a token on its way to the experts; 0 if they do not divide into blocks."""
+
+    routing: tuple[int, int, int] = (0, 0, 0)
+    """The routing of a token: it goes to `picks` of a `pool` of experts, or of groups of experts, and to `top` experts
+    in all. Zeros: it is not known.
+    """
+
+    direct: str = ""
+    """The option of Megatron with which tokens cannot go once a node, and the reason; empty: there is none."""
 
     train_iters: int | None = None
     seed: int = 1234
@@ -129,8 +145,9 @@ def resolve(request: Request, layout: Layout, megatron: argparse.Namespace | Non
     found = conflicts(megatron, resolution.config) if megatron is not None else {}
     for traffic, refusal in found.items():
         asked = {request.explicit.get(name) for name in (traffic.name, traffic.format_field)}
-        if asked - {None, False, "dense"}:
-            raise refusal_of(_written(request, traffic.flag), refusal, resolution.config, found)
+        if asked - {None, False, "dense"} or resolution.config.goes_once(traffic):
+            flag = _written(request, resolution.config.flag_of(traffic))
+            raise refusal_of(flag, refusal, resolution.config, found)
     resolution = _resolve(request, layout, found) if found else resolution
     lines = remarks(megatron, resolution.config) if megatron is not None else ()
     return Resolution(resolution.config, (*resolution.notes, *lines))
@@ -228,7 +245,8 @@ def _only_between_nodes(preset: str, explicit: Mapping[str, Any]) -> Iterator[st
     for traffic in CLASSES:
         asked = {traffic.name, traffic.format_field} & explicit.keys()
         one_level = "dp_compression_levels" in traffic.fields and explicit.get("dp_compression_levels") == "one"
-        if preset in traffic.presets and not asked and not one_level:
+        once = traffic.among == "experts" and explicit.get("expert_exchange") == "once-a-node"
+        if preset in traffic.presets and not asked and not one_level and not once:
             yield traffic.name
 
 
@@ -260,7 +278,9 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
     """
     for traffic in CLASSES:
         if config.is_on(traffic) and (need := _unmet(traffic, layout)):
-            raise FlagError(traffic.flag, need.reason, need.cure)
+            raise FlagError(config.flag_of(traffic), need.reason, need.cure)
+    if config.expert_exchange == "once-a-node" and layout.direct:
+        raise FlagError("--expert-exchange", f"tokens cannot go once a node: {layout.direct}", "Give auto or direct")
     stages = config.dp_compression_stages
     if isinstance(stages, int) and stages > layout.stages:
         reason = f"{stages} stages are to be compressed, but the pipeline has only {layout.stages}"
@@ -316,6 +336,8 @@ def _described(config: OptimusConfig, traffic: TrafficClass) -> str:
         if said := field.metadata["said"]:
             value = getattr(config, name)
             details.append((said[value] if value in said else said[None]).format(value))
+    if config.goes_once(traffic):
+        details.append("once a node")
     return f"{traffic.tag} ({', '.join(details)})"
 
 
@@ -342,6 +364,8 @@ def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Itera
             f"{spelling['compression_forecast']}: no effect: a trial measures compression in the run "
             "(--compression-trial), and `optimus-cc plan` forecasts it"
         )
+    if "expert_exchange" in spelling and not any(map(config.is_on, classes_among("experts"))):
+        yield "--expert-exchange: no effect: the formats of tokens are off, and only once-a-node needs none"
     if "dp_compression_levels" in spelling and config.is_on(DP_GRADIENTS) and not config.sums_in_blocks:
         yield "--dp-compression-levels: no effect: low-rank factors are added up on their way, which takes one level"
     lep = config.lazy_error_propagation or not config.is_on(PIPELINE_BACKWARD)

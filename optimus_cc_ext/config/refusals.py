@@ -230,7 +230,8 @@ def refusal_of(flag: str, refusal: Refusal, config: OptimusConfig, found: Mappin
     kept = [traffic.tag for traffic in CLASSES if config.is_on(traffic) and traffic not in found]
     cure = refusal.cure
     if kept:
-        off = " ".join(traffic.off for traffic in CLASSES if traffic in found)
+        ways = ["--expert-exchange direct"] if any(map(config.goes_once, found)) else []
+        off = " ".join([*ways, *(traffic.off for traffic in CLASSES if traffic in found)])
         cure = f"{cure}, or give {off}, which keeps {_listed(kept)}"
     return FlagError(flag, f"{refusal.reason} ({refusal.flag})", cure)
 
@@ -248,4 +249,4 @@ def refuse_unsupported(args: argparse.Namespace, config: OptimusConfig) -> None:
     """
     if found := conflicts(args, config):
         traffic, refusal = next(iter(found.items()))
-        raise refusal_of(traffic.flag, refusal, config, found)
+        raise refusal_of(config.flag_of(traffic), refusal, config, found)

@@ -7,11 +7,15 @@ same way, since the first and the last stage may hold a tied embedding.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from math import comb
 
-from optimus_cc_ext.collectives.nodes import Levels, levels_of
+from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels, levels_of
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES, TrafficClass, classes_among
+from optimus_cc_ext.config.optimus_config import MOST_COPIES
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.techniques.grid import RankPlace
 
@@ -166,6 +170,54 @@ def _instance_lines(config: OptimusConfig, places: Sequence[RankPlace], instance
             f"instances share nodes: a node holds {beside} replicas and sends {beside // len(first)} sums to each of "
             f"the others. {_INSTANCES} {len(ranks) // beside} makes each node an instance, which sends one"
         )
+
+
+def share_of_copies(routing: tuple[int, int, int], nodes: int) -> float:
+    """Return how many rows leave for nodes if a token goes once to each, as a share of its copies for experts.
+
+    Args:
+        routing: `Layout.routing`; experts, or groups of them, are dealt out evenly, and picked evenly.
+    """
+    pool, picks, top = routing
+    missed = comb(pool - pool // nodes, picks) / comb(pool, picks)
+    return (1 - missed) * nodes / top
+
+
+def levels_of_experts(config: OptimusConfig, places: Sequence[RankPlace], layout: Layout) -> Levels:
+    """Return the nodes among which experts' tokens go once; one level, with the reason, if they go direct.
+
+    Raises:
+        FlagError: once a node was asked for, and is not possible.
+    """
+    nodes, groups = _nodes(places), dict.fromkeys(place.experts for place in places)
+    found = list(dict.fromkeys(levels_of([nodes[rank] for rank in group]) for group in groups if group))
+    if not found or config.expert_exchange == "direct" or not any(map(config.is_on, classes_among("experts"))):
+        return ONE_LEVEL
+    levels, (pool, _, top) = found[0], layout.routing
+    reason, once = layout.direct or levels.reason, config.expert_exchange == "once-a-node"
+    if len(found) > 1 or len(levels_on := {len(set(map(nodes.get, group))) for group in groups}) > 1:
+        reason = reason or "the groups of experts lie on nodes in different ways"
+    elif not levels.two and not reason:
+        reason = "all of a group's ranks share a node" if levels_on == {1} else "a node holds one of a group's ranks"
+    if not reason and not once and top:
+        share = share_of_copies(layout.routing, levels.nodes) if pool >= levels.nodes else 1.0
+        if share > MOST_COPIES:
+            reason = f"a token once a node is {share:.2f} of its copies for {levels.nodes} nodes, above {MOST_COPIES}"
+    if reason and once:
+        raise FlagError("--expert-exchange", f"tokens cannot go once a node: {reason}", "Give auto or direct")
+    return replace(levels, members=1, reason=reason) if reason or not top else levels
+
+
+def exchange_line(config: OptimusConfig, places: Sequence[RankPlace], layout: Layout) -> str | None:
+    """Return the log line about the way of experts' tokens; None: none of them leaves a node, or is compressed."""
+    levels = levels_of_experts(config, places, layout)
+    if levels.two:
+        share = share_of_copies(layout.routing, levels.nodes)
+        return (
+            f"tokens leave a node once: {levels.nodes} nodes of {levels.members} ranks each share the experts, and "
+            f"{share:.2f} of the copies are sent between them if experts get equally many"
+        )
+    return f"tokens go direct to each expert: {levels.reason}" if levels.reason and not levels.inside else None
 
 
 _INSTANCES = "--num-distributed-optimizer-instances"

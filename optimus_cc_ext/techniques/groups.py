@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.announce import COMMUNICATORS
 from optimus_cc_ext.collectives.groups import Groups, names_of, nccl_options, new_group
+from optimus_cc_ext.collectives.nodes import Levels
 from optimus_cc_ext.techniques.crossing import levels_of_group
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 
@@ -32,6 +33,7 @@ class NewGroups:
         self._names = max(place.names for place in places)
         self._like, self._timeout = like, timeout
         self._levels: dict[tuple[int, ...], Groups] = {}
+        self._experts: Groups | None = None
 
     def in_levels(self, group: dist.ProcessGroup, *, two: bool) -> Groups:
         """Return `group` with the groups of its two levels, if its nodes allow them; these are made once.
@@ -45,14 +47,24 @@ class NewGroups:
         if ranks not in self._levels:
             levels = levels_of_group(self.places, ranks)
             levels = levels if two else replace(levels, members=1, reason="")
-            number, members = f"_{len(self._levels)}" if self._levels else "", levels.members
-            first, place = group.rank() // members * members, group.rank() % members
-            node, rail = (
-                self.make([chosen] if levels.two else [], f"OPTIMUS_CC_{name}{number}")
-                for name, chosen in (("NODE", ranks[first : first + members]), ("RAIL", ranks[place::members]))
-            )
-            self._levels[ranks] = Groups(group, levels, node, rail, self.beside(group))
+            self._levels[ranks] = self._made(group, levels, f"_{len(self._levels)}" if self._levels else "")
         return self._levels[ranks]
+
+    def of_experts(self, group: dist.ProcessGroup, levels: Levels) -> Groups:
+        """Return the group of experts' ranks with a node and a rail of its own, which are made once: in those of
+        gradients, tokens would wait for buckets. All ranks of the model call this.
+        """
+        self._experts = self._experts or self._made(group, levels, "_EXPERTS")
+        return self._experts
+
+    def _made(self, group: dist.ProcessGroup, levels: Levels, suffix: str) -> Groups:
+        ranks, members = dist.get_process_group_ranks(group), levels.members
+        first, place = group.rank() // members * members, group.rank() % members
+        node, rail = (
+            self.make([chosen] if levels.two else [], f"OPTIMUS_CC_{name}{suffix}")
+            for name, chosen in (("NODE", ranks[first : first + members]), ("RAIL", ranks[place::members]))
+        )
+        return Groups(group, levels, node, rail, self.beside(group))
 
     def beside(self, group: dist.ProcessGroup) -> int:
         """Return the number of ranks of `group` on this rank's node, with this rank."""
@@ -96,6 +108,7 @@ class NewGroups:
                 dist.destroy_process_group(group)
             del self.made[description]
         self._levels.clear()
+        self._experts = None
 
     @property
     def line(self) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.ring import Ring
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
@@ -33,7 +34,13 @@ from optimus_cc_ext.metrics.traffic import Traffic
 from optimus_cc_ext.techniques.agreement import agree
 from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, CompressedForward
-from optimus_cc_ext.techniques.crossing import crossing_lines, leaving_roles, left_dense, levels_of_sums
+from optimus_cc_ext.techniques.crossing import (
+    crossing_lines,
+    exchange_line,
+    leaving_roles,
+    left_dense,
+    levels_of_sums,
+)
 from optimus_cc_ext.techniques.expert_rows import ExpertRows
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
@@ -172,6 +179,8 @@ class Session:
             return []
         places, notes, self._fallback = agree(grid, self.config, layout)
         notes += crossing_lines(self.config, places, layout.instances)
+        if (line := exchange_line(self.config, places, layout)) is not None:
+            notes.append(line)
         self.leaving_roles = leaving_roles(places, grid.place.rank, grid.place.stage)
         self.levels_of_sums = levels_of_sums(self.config, places, layout.instances)
         self.left_dense = left_dense(self.config, places, layout.instances)
@@ -180,6 +189,11 @@ class Session:
             technique.left_dense = technique.traffic in self.left_dense
             technique.place(grid, layout, self.new_groups)
         return notes
+
+    @property
+    def expert_hops(self) -> Groups | None:
+        """The groups by which tokens go once a node in this step; None: they go direct, as in a trial's dense steps."""
+        return None if any(rows.dense for rows in self.rows) else self.rows[0].hops
 
     @property
     def alone(self) -> dist.ProcessGroup | None:

@@ -42,7 +42,7 @@ def exchanged(config: dict[str, Any]) -> dict[str, Any]:
     """Exchange rows and their gradients through the wrap of Megatron's function."""
     dist.init_process_group("gloo")
     rank, session = dist.get_rank(), session_of(config)
-    [(_, wrap)] = token_dispatcher.wraps(SimpleNamespace(with_experts_on=lambda _: session))  # type: ignore[arg-type]
+    (_, wrap), *_ = token_dispatcher.wraps(SimpleNamespace(with_experts_on=lambda _: session))  # type: ignore[arg-type]
     received, sent = [SENT[other][rank] for other in (0, 1)], list(SENT[rank])
     rows = rows_of(rank, sum(sent)).requires_grad_()
     arrived = wrap(None)(dist.group.WORLD, rows, received, sent)

@@ -1,19 +1,25 @@
 """Traffic between nodes follows from the places of all ranks, and ranks that keep equal bits decide alike."""
 
 from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
 
 import pytest
 
 from optimus_cc_ext.collectives.nodes import Levels, Node
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES, PIPELINE_BACKWARD
+from optimus_cc_ext.config.presets import Layout as RunLayout
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.techniques.crossing import (
     classes_inside,
     crossing_lines,
+    exchange_line,
     hops_between,
+    levels_of_experts,
     levels_of_group,
+    share_of_copies,
     stays_dense,
 )
 from optimus_cc_ext.techniques.grid import RankPlace
@@ -145,3 +151,62 @@ def test_parameters_are_gathered_inside_an_instance_of_the_distributed_optimizer
 def test_two_levels_are_refused_where_no_group_has_them(nodes: str, reason: str) -> None:
     with pytest.raises(FlagError, match=f"--dp-compression-levels: two levels are not possible: .*{reason}"):
         list(crossing_lines(INT4.replace(dp_compression_levels="two"), on_nodes(nodes)))
+
+
+EIGHT = {"expert_dispatch_format": "int8"}
+ONCE = {"expert_exchange": "once-a-node"}
+
+
+def with_experts(routing: tuple[int, int, int] = (32, 8, 8), **facts: Any) -> RunLayout:
+    return RunLayout(stages=1, data_parallel=4, tied_embeddings=False, expert_parallel=4, routing=routing, **facts)
+
+
+@pytest.mark.parametrize(
+    ("routing", "nodes", "share"),
+    [
+        ((8, 2, 2), 2, 0.79), ((8, 2, 2), 4, 0.93), ((4, 2, 2), 2, 0.83), ((128, 8, 8), 4, 0.45),
+        ((128, 1, 1), 4, 1.0), ((128, 8, 8), 2, 0.25), ((8, 4, 8), 4, 0.39), ((2, 2, 2), 2, 1.0),
+    ],
+)  # fmt: skip
+def test_the_share_of_copies_that_is_sent_once_a_node(routing: tuple[int, int, int], nodes: int, share: float) -> None:
+    assert share_of_copies(routing, nodes) == pytest.approx(share, abs=0.005)
+    pool, picks, top = routing
+    chosen = list(combinations(range(pool), picks)) if pool <= 8 else []
+    touched = [len({one * nodes // pool for one in each}) for each in chosen]
+    if touched:
+        assert share_of_copies(routing, nodes) == pytest.approx(sum(touched) / len(touched) / top)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "config", "layout", "reason"),
+    [
+        ("aabb", EIGHT, with_experts(), None),
+        ("aabb", {"expert_gradient_format": "int8"}, with_experts(), None),
+        ("aabb", ONCE, with_experts((8, 1, 1)), None),
+        ("aabb", {}, with_experts(), ""),
+        ("aabb", {**EIGHT, "expert_exchange": "direct"}, with_experts(), ""),
+        ("aaaa", EIGHT, with_experts(), "all of a group's ranks share a node"),
+        ("abcd", EIGHT, with_experts(), "a node holds one of a group's ranks"),
+        ("aaab", EIGHT, with_experts(), "its nodes hold unequal numbers of its ranks"),
+        ("abab", EIGHT, with_experts(), "its ranks on a node do not follow each other"),
+        ("aabb", EIGHT, with_experts((8, 1, 1)), "a token once a node is 1.00 of its copies for 2 nodes, above 0.85"),
+        ("aabb", EIGHT, with_experts(direct="--some-flag moves rows"), "--some-flag moves rows"),
+        ("aabbcccc", EIGHT, with_experts(), "the groups of experts lie on nodes in different ways"),
+        ("aabb", EIGHT, with_experts((0, 0, 0)), ""),
+    ],
+)
+def test_tokens_go_once_a_node_where_that_is_possible_and_saves(
+    nodes: str, config: dict[str, Any], layout: RunLayout, reason: str | None
+) -> None:
+    places, chosen = on_nodes(nodes, expert=4), OptimusConfig(**config)
+    levels = levels_of_experts(chosen, places, layout)
+    assert levels.two is (reason is None) and levels.reason == (reason or "")
+    line = exchange_line(chosen, places, layout)
+    if reason is None:
+        assert line is not None and line.startswith("tokens leave a node once: 2 nodes of 2 ranks each")
+    else:
+        assert line == (f"tokens go direct to each expert: {reason}" if reason and nodes != "aaaa" else None)
+    if reason and "0.85" not in reason:
+        with pytest.raises(FlagError, match="--expert-exchange: tokens cannot go once a node: ") as refused:
+            levels_of_experts(OptimusConfig(**ONCE), places, layout)
+        assert reason in str(refused.value)

@@ -1,6 +1,7 @@
 """Options of Megatron with which tokens to experts stay dense: a flag is refused, and the rest of a run goes on."""
 
 from argparse import Namespace
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT
 from optimus_cc_ext.config.flags import Request
-from optimus_cc_ext.config.presets import Layout, check_layout, resolve, row_width_of
+from optimus_cc_ext.config.presets import Layout, check_layout, describe, resolve, row_width_of
 from optimus_cc_ext.config.refusals import conflicts, remarks
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks import attaching
+from optimus_cc_ext.hooks.facts import _direct, _routing
 from optimus_cc_ext.tools.doctor.tokens import ExpertLayers
 
 TOKENS = OptimusConfig(expert_dispatch_format="int8", expert_gradient_format="int8")
@@ -150,3 +152,61 @@ def test_capacity_padding_counts_as_tokens_and_recomputation_sends_them_again(mo
     }  # fmt: skip
     found = ExpertLayers.of(Namespace(**megatrons | model))
     assert (found.rows_per_token, found.recomputed) == (rows, again)
+
+
+ONCE = Request({"expert_exchange": "once-a-node"}, {"expert_exchange": "--expert-exchange"})
+
+
+@pytest.mark.parametrize(
+    ("facts", "given", "reason"),
+    [
+        ({}, {}, None),
+        ({"expert_parallel": 0}, {}, "no token is sent"),
+        ({"direct": "--some-flag moves rows"}, {}, "tokens cannot go once a node: --some-flag moves rows"),
+        ({}, {"cuda_graph_impl": "local"}, "a graph of the MoE layer"),
+        ({}, {"moe_token_dispatcher_type": "allgather"}, "only the tokens of the dispatcher alltoall"),
+    ],
+)
+def test_once_a_node_by_itself_switches_tokens_on_in_dense_formats_or_is_refused_by_its_flag(
+    facts, given, reason
+) -> None:
+    if reason is None:
+        config = resolve(ONCE, Layout(**LAYOUT | facts), options(**given)).config
+        assert config.is_on(EXPERT_DISPATCH) and config.is_on(EXPERT_GRADIENT) and config.any_technique
+        assert config.expert_dispatch_format == config.expert_gradient_format == "dense"
+        assert describe(config) == "expert dispatch (dense, once a node), expert gradient (dense, once a node)"
+        return
+    for preset in (None, "balanced"):
+        with pytest.raises(FlagError, match=reason) as refused:
+            resolve(replace(ONCE, preset=preset), Layout(**LAYOUT | facts), options(**given))
+        assert refused.value.flag == "--expert-exchange"
+
+
+def test_a_preset_beside_once_a_node_does_not_try_tokens_and_auto_alone_has_no_effect() -> None:
+    layout = Layout(**LAYOUT)
+    both = resolve(replace(ONCE, preset="balanced"), layout, options()).config
+    assert both.expert_gradient_format == "int8" and not both.only_by_preset(EXPERT_GRADIENT)
+    (line,) = resolve(Request({"expert_exchange": "auto"}, {"expert_exchange": "x"}), layout, options()).notes
+    assert line.startswith("--expert-exchange: no effect")
+
+
+@pytest.mark.parametrize(
+    ("given", "direct"),
+    [
+        ({}, ""),
+        ({"moe_pad_expert_input_to_capacity": True}, "--moe-pad-expert-input-to-capacity"),
+        ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size"),
+        ({"expert_tensor_parallel_size": 1}, ""),
+        ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
+    ],
+)
+def test_options_with_which_tokens_go_direct_are_named(given, direct) -> None:
+    found = _direct(options(**given))
+    assert found.startswith(direct) and bool(found) is bool(direct)
+
+
+def test_a_token_picks_experts_or_with_limited_routing_groups_of_them() -> None:
+    assert _routing(options(moe_router_topk=2)) == (8, 2, 2)
+    limited = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    assert _routing(options(moe_router_topk=4, **limited)) == (4, 2, 4)
+    assert _routing(options(num_experts=None)) == (0, 0, 0)

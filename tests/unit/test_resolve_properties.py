@@ -41,6 +41,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "dp_compression_warmup": FRACTIONS,
     "dp_error_feedback": st.booleans(),
     "dp_compression_stages": STAGES,
+    "expert_exchange": st.sampled_from(
+        ["auto", "direct"]
+    ),  # the third needs experts: tests/unit/test_expert_refusals.py
     "dp_compression_levels": st.sampled_from(["auto", "one", "two"]),
     "compression_seed": st.integers(0, 2**31),
     "compression_state_dtype": st.sampled_from(["fp32", "bf16"]),

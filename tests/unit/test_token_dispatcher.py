@@ -50,7 +50,7 @@ def session_of(nodes: str = "aabb", **config: Any) -> Session:
 def called(session: Session | None, tensor: torch.Tensor, splits: bool = True, group: Any = GROUP) -> str:
     """Return who exchanged the tensor: "ours" or "vanilla"."""
     sessions = SimpleNamespace(with_experts_on=lambda _: session)
-    [(_, wrap)] = token_dispatcher.wraps(sessions)  # type: ignore[arg-type]
+    (_, wrap), *_ = token_dispatcher.wraps(sessions)  # type: ignore[arg-type]
     split = (RECEIVED, SENT) if splits else (None, None)
     return str(wrap(lambda *_, **__: "vanilla")(group, tensor, *split, use_nccl_stream=True))
 
@@ -62,9 +62,11 @@ def tokens(width: int = 256, rows: int = 26) -> torch.Tensor:
 def test_tokens_are_taken_over_and_all_else_stays_megatrons(taken: list[Any]) -> None:
     session = session_of(**BOTH)
     assert called(session, tokens()) == "ours"
-    [(rows, forward, backward, group, received, sent)] = taken
+    [(rows, forward, backward, there, back)] = taken
     assert rows.shape == (26, 256) and [forward, backward] == session.rows
-    assert group is GROUP and (received, sent) == ([1, 2, 3, 4], [5, 6, 7, 8])
+    way = there.__self__
+    assert (there, back) == (way.spread, way.collect)
+    assert way._group is GROUP and (way._received, way._sent) == ([1, 2, 3, 4], [5, 6, 7, 8])
     assert called(None, tokens()) == "vanilla", "no pass is open: evaluation, or a model without a handle"
     assert called(session, torch.ones(26, requires_grad=True)) == "vanilla", "probabilities"
     assert called(session, torch.ones(26, 1, requires_grad=True)) == "vanilla", "probabilities of another shape"
@@ -106,7 +108,7 @@ def test_with_capacity_padding_all_parts_are_equal_and_without_gradients_nothing
     with torch.no_grad():
         called(session, tokens(rows=32), splits=False)
     assert counted(session.traffic)[:2] == [(24 * 1024, 24 * 260), (0, 0)]
-    assert taken[0][-2:] == (None, None)
+    assert taken[0][-1].__self__._sent is None
     assert session.rows[0].seen
 
 
