@@ -35,7 +35,7 @@ def both(name: str, layout: Layout = EP4, flags: str = "", ranks: int = 2) -> tu
 
 
 LAYOUTS = [
-    both("top 1", flags="--moe-router-topk 1"),
+    both("top 1", flags="--moe-router-topk 1 --moe-router-pre-softmax"),
     both("top 8", flags="--moe-router-topk 8"),
     both("capacity", flags="--moe-expert-capacity-factor 1.0"),
     both("shared experts overlap", flags="--moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"),
@@ -53,7 +53,8 @@ LAYOUTS = [
 
 def assert_alike(vanilla: Run, ours: Run, layers: int = 2) -> None:
     for rank, plain in zip(ours.ranks, vanilla.ranks, strict=True):
-        assert rank.losses == pytest.approx(plain.losses, rel=2e-6)
+        if plain.losses[0] is not None:  # the last stage has them
+            assert rank.losses == pytest.approx(plain.losses, rel=2e-6)
         assert rank.grad_norms == pytest.approx(plain.grad_norms, rel=2e-5)
         assert len(rank.probed) >= layers and sum(rank.probed) > 0, "dispatches were compared"
         raw, sent = rank.ours.leaving
@@ -80,11 +81,16 @@ def test_rows_of_8_bits_go_once_a_node_by_themselves(runs):
     vanilla, coded, direct = runs
     assert coded.ranks[0].losses == pytest.approx(vanilla.ranks[0].losses, rel=1e-3)
     assert coded.ranks[0].losses != vanilla.ranks[0].losses
-    leaving = [sum(rank.ours.leaving[1] for rank in run.ranks) for run in (coded, direct)]
-    raw = sum(rank.ours.leaving[0] for rank in coded.ranks)
-    # 8 experts, top 2, on 2 nodes: 0.79 of the copies are left; rows of 128 values have small headers beside them.
-    assert leaving[0] / leaving[1] == pytest.approx(0.79, abs=0.12)
-    assert leaving[0] < 0.3 * raw
+    once, (raw, sent) = (
+        sum(rank.ours.leaving[1] for rank in coded.ranks),
+        (sum(rank.ours.leaving[side] for rank in direct.ranks) for side in (0, 1)),
+    )
+    # There and back a row of 128 values has 512 bytes, or 130 in int8, and once a probability beside it. What leaves a
+    # node besides is alike in all runs.
+    tokens = (raw - sent) / (1 - (2 * 130 + 4) / (2 * 512 + 4))
+    rest, coded_tokens = raw - tokens, sent - (raw - tokens)
+    # 8 experts, top 2, on 2 nodes: 0.79 of the copies are left.
+    assert (once - rest) / coded_tokens == pytest.approx(0.79, abs=0.08)
     assert any("tokens leave a node once: 2 nodes of 2 ranks" in line for line in coded.said)
     assert not any("tokens leave a node once" in line for line in direct.said)
 

@@ -114,7 +114,7 @@ def plans(job: Job, config: OptimusConfig) -> dict[str, int]:
     )
     schedule = schedule_of(job.pp, job.vpp, job.micro_batches)
     places = places_of(Placement(tensor=job.tp, data=job.dp, pipeline=job.pp, ranks_per_node=8))
-    on = OnNodes.of(config, places, job.instances)
+    on = OnNodes.of(config, places, layout)
     asked = {name: sent for name, (_, sent) in bytes_by_class(gpt_of(job), layout, config, schedule, on).items()}
     return {
         "forward": asked.get("pipeline forward", 0),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.collectives.nodes import Levels
 from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT
 from optimus_cc_ext.config.flags import Request
 from optimus_cc_ext.config.presets import Layout, check_layout, describe, resolve, row_width_of
@@ -16,7 +17,7 @@ from optimus_cc_ext.config.refusals import conflicts, remarks
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks import attaching
 from optimus_cc_ext.hooks.facts import _direct, _routing
-from optimus_cc_ext.tools.doctor.tokens import ExpertLayers
+from optimus_cc_ext.tools.doctor.tokens import ExpertLayers, Tokens
 
 TOKENS = OptimusConfig(expert_dispatch_format="int8", expert_gradient_format="int8")
 LAYOUT = {"stages": 1, "data_parallel": 2, "tied_embeddings": False, "expert_parallel": 2, "row_width": 256}
@@ -210,3 +211,19 @@ def test_a_token_picks_experts_or_with_limited_routing_groups_of_them() -> None:
     limited = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
     assert _routing(options(moe_router_topk=4, **limited)) == (4, 2, 4)
     assert _routing(options(num_experts=None)) == (0, 0, 0)
+
+
+def test_doctor_counts_the_rows_of_both_hops() -> None:
+    # Each of 10 tokens goes to all 4 experts, on 2 nodes of 2 ranks: 2 rows between nodes, 4 copies inside of them.
+    mixture = ExpertLayers(layers=1, experts=4, probability=4, rows_per_token=4)
+    tokens = Tokens(number=40, dtype=torch.bfloat16, hidden=256, mixture=mixture)
+    levels, routing = Levels(nodes=2, members=2), (4, 4, 4)
+    for chosen, row in (("dense", 512), ("int8", 260)):
+        # To the other node go 10 rows and come 10 sums; half of 40 copies goes to the rank beside, and back dense.
+        outside, inside = 10 * row + 10 * row, 20 * row + 20 * 512
+        found = tokens.once(EXPERT_GRADIENT, chosen, levels, routing)
+        assert found == (outside + inside + 40 * 4 * 3 // 4, outside + 40 * 4 // 2)
+        # A byte of experts' bits beside each row of the dispatch, and 3 numbers for the other node.
+        ahead = 10 + 3 * 8
+        there = tokens.once(EXPERT_DISPATCH, chosen, levels, routing)
+        assert (there.sent - found.sent, there.leaving - found.leaving) == (ahead, ahead)

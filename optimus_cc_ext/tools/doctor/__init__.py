@@ -118,7 +118,7 @@ def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_
     config, layout = launch.config, launch.layout
     placement = _placement(args, ranks_per_node)
     try:
-        lines, inside = _lines_about_nodes(config, placement, layout.instances)
+        lines, inside = _lines_about_nodes(config, placement, layout)
     except FlagError as error:
         return Diagnosis(Finding(target, str(error), "FAIL"), REFUSED, notes, {"target": target})
     try:
@@ -178,7 +178,7 @@ def _placement(args: argparse.Namespace, ranks_per_node: int) -> Placement:
 
 
 def _lines_about_nodes(
-    config: OptimusConfig, placement: Placement, instances: int
+    config: OptimusConfig, placement: Placement, layout: Layout
 ) -> tuple[list[str], frozenset[TrafficClass]]:
     """Return the lines that the run would log about traffic inside nodes and about levels, and the classes that are
     left dense because nothing of them leaves a node.
@@ -186,7 +186,7 @@ def _lines_about_nodes(
     Raises:
         FlagError: two levels are asked for, and no group of replicas has them.
     """
-    from optimus_cc_ext.techniques.crossing import crossing_lines, left_dense
+    from optimus_cc_ext.techniques.crossing import crossing_lines, exchange_line, left_dense
     from optimus_cc_ext.tools.doctor.estimate import places_of
 
     if not config.any_technique:
@@ -194,7 +194,9 @@ def _lines_about_nodes(
     places = places_of(placement)
     whole = len({place.node for place in places}) == 1 and len(places) > 1
     lines = ["the whole job fits one node: nothing leaves it"] if whole else []
-    return lines + list(crossing_lines(config, places, instances)), left_dense(config, places, instances)
+    lines += crossing_lines(config, places, layout.instances)
+    line = exchange_line(config, places, layout)
+    return lines + ([] if line is None else [line]), left_dense(config, places, layout.instances)
 
 
 def _shards(args: argparse.Namespace, config: OptimusConfig) -> list[Finding]:
@@ -269,10 +271,16 @@ def _estimated(
     if gpt is not None:
         asked = gpt, layout, config, schedule_from(args, micro_batches)
         places = places_of(placement)
-        on = OnNodes.of(config, places, layout.instances)
-        found += about_dispatchers(args, places)
+        on = OnNodes.of(config, places, layout)
+        found += about_dispatchers(args, places, layout)
         if (tokens := tokens_of(gpt, layout)) is not None:
             found += [Finding("tokens", line) for line in tokens.lines(config)]
+            if on.experts.two and args.moe_shared_expert_overlap:
+                said = (
+                    "--moe-shared-expert-overlap: with CUDA_DEVICE_MAX_CONNECTIONS=1 the second hop of a token waits "
+                    "for the first one in the only queue, and shared experts wait behind it"
+                )
+                found.append(Finding("tokens", said))
         memory |= compression_memory(*asked, on, nccl=args.distributed_backend == "nccl")
         traffic = bytes_by_class(*asked, on)
         numbers["bytes_per_iteration"] = {name: {"raw": raw, "sent": sent} for name, (raw, sent) in traffic.items()}

@@ -29,7 +29,7 @@ from optimus_cc_ext.config.presets import Layout, saves_nothing
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, ParameterRecord
-from optimus_cc_ext.techniques.crossing import left_dense, levels_of_group
+from optimus_cc_ext.techniques.crossing import left_dense, levels_of_experts, levels_of_group
 from optimus_cc_ext.techniques.fused_embedding_sync import legs_of_sum, plan_of_union, union_ranks
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.techniques.groups import communicator_bytes
@@ -127,14 +127,16 @@ class OnNodes:
     tokens_to_nodes: float = 0.0
     """Share of the tokens sent to experts that leave their node."""
 
+    experts: Levels = ONE_LEVEL
+    """The nodes among which tokens go once; one level: they go direct."""
+
     pair: Span = _APART
     """The first and the last stage of the first pipeline."""
 
     @classmethod
-    def of(cls, config: OptimusConfig, places: Sequence[RankPlace], instances: int = 1) -> "OnNodes":
-        """Return the facts that follow from the places of all ranks; `instances` is the number of instances of the
-        distributed optimizer.
-        """
+    def of(cls, config: OptimusConfig, places: Sequence[RankPlace], layout: Layout) -> "OnNodes":
+        """Return the facts that follow from the places of all ranks."""
+        instances = layout.instances
         nodes = {place.rank: place.node.name for place in places}
         first = next(place for place in places if place.rank == 0)
         alike = [p.rank for p in places if (p.stage, p.tensor_rank) == (first.stage, first.tensor_rank)]
@@ -152,6 +154,7 @@ class OnNodes:
             left_dense=left_dense(config, places, instances),
             tokens_to_ranks=away(places, nodes=False),
             tokens_to_nodes=away(places, nodes=True),
+            experts=levels_of_experts(config, places, layout),
             crossing=sum(nodes[a] != nodes[b] for a, b in hops) / max(1, len(hops)),
             pair=Span(2, beside=1 if len({nodes[rank] for rank in ends}) > 1 else 2),
         )
@@ -205,9 +208,7 @@ def _transfers(
     for traffic in (PIPELINE_FORWARD, PIPELINE_BACKWARD):
         raw, sent = (Bytes(n, n * on.crossing) for n in _pipeline(gpt, config, schedule, traffic, on))
         yield traffic, raw, sent
-    for traffic, pair in _of_tokens(gpt, layout, config, schedule, on).items():
-        raw, sent = (Bytes(round(on.tokens_to_ranks * n), on.tokens_to_nodes * n) for n in pair)
-        yield traffic, raw, sent
+    yield from _of_tokens(gpt, layout, config, schedule, on)
     for stage in range(layout.stages):
         for plan in _plans(gpt, layout, config, stage, on):
             reduced, (raw, sent) = plan.bytes_by_class(plan.compresses), plan.gathered
@@ -228,18 +229,21 @@ def tokens_of(gpt: Gpt, layout: Layout) -> Tokens | None:
 
 def _of_tokens(
     gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes
-) -> dict[TrafficClass, tuple[float, float]]:
-    """Return the (raw, sent) bytes of the tokens of one rank of each stage, those that stay on the rank included."""
+) -> Iterator[tuple[TrafficClass, Bytes, Bytes]]:
+    """Yield the classes of tokens, with their bytes of one rank of each stage, raw and as sent."""
     if (tokens := tokens_of(gpt, layout)) is None:
-        return {}
+        return
     times = gpt.mixture.layers * sum(work.forward for work in schedule.passes(0)) // schedule.chunks
-    return {
-        traffic: (
-            times * tokens.sent_bytes(traffic, "dense"),
-            times * tokens.sent_bytes(traffic, "dense" if traffic in on.left_dense else config.format_of(traffic)),
+    for traffic in classes_among("experts"):
+        chosen = "dense" if traffic in on.left_dense else config.format_of(traffic)
+        raw, sent = (
+            Bytes(round(on.tokens_to_ranks * nbytes), on.tokens_to_nodes * nbytes)
+            for nbytes in (times * tokens.sent_bytes(traffic, each) for each in ("dense", chosen))
         )
-        for traffic in classes_among("experts")
-    }
+        if on.experts.two:
+            once = tokens.once(traffic, chosen, on.experts, layout.routing)
+            sent = Bytes(times * once.sent, times * once.leaving)
+        yield traffic, raw, sent
 
 
 def _of_fused(plan: GroupPlan, layout: Layout, config: OptimusConfig, on: OnNodes) -> Bytes:

@@ -4,15 +4,21 @@ equally many.
 
 import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
 
 import torch
 
+from optimus_cc_ext.collectives.legs import Bytes
+from optimus_cc_ext.collectives.nodes import Levels
 from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass
+from optimus_cc_ext.config.presets import Layout
+from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.techniques.crossing import levels_of_experts, share_of_copies
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.tools.doctor.findings import Finding
 
@@ -24,6 +30,7 @@ class ExpertLayers:
     layers: int = 0
     """Number of layers whose tokens are sent to the experts of other ranks, also of multi-token prediction."""
 
+    experts: int = 0
     probability: int = 4
     """Bytes of the probability of an expert, which is sent to the expert with each token."""
 
@@ -45,6 +52,7 @@ class ExpertLayers:
         selected = args.recompute_granularity == "selective" and "moe" in (args.recompute_modules or ())
         return cls(
             layers=sum(layers) + layers[-1] * (getattr(args, "mtp_num_layers", None) or 0),
+            experts=args.num_experts,
             probability={"fp32": 4, "fp64": 8}.get(args.moe_router_dtype, args.params_dtype.itemsize),
             rows_per_token=capacity * args.moe_router_topk,
             recomputed=args.recompute_granularity == "full" or getattr(args, "moe_layer_recompute", False) or selected,
@@ -78,6 +86,28 @@ class Tokens:
         times = 2 if traffic is EXPERT_DISPATCH and self.mixture.recomputed else 1
         return times * self.number * (2 * self.row_bytes(chosen) + self.mixture.probability)
 
+    def once(self, traffic: TrafficClass, chosen: str, levels: Levels, routing: tuple[int, int, int]) -> Bytes:
+        """Return the bytes that a rank sends in one direction of one layer and micro-batch, once to each node.
+
+        Args:
+            levels: the nodes that share the experts.
+            routing: `Layout.routing`.
+        """
+        nodes, members, experts = levels.nodes, levels.members, self.mixture.experts
+        row, dense, ranks = self.row_bytes(chosen), self.row_bytes("dense"), levels.nodes * levels.members
+        away = self.number * (nodes - 1) / nodes
+        probabilities = self.number * self.mixture.probability
+        leaving = 2 * share_of_copies(routing, nodes) * away * row
+        inside = self.number * (members - 1) / members * (row + dense)
+        if traffic is EXPERT_DISPATCH:
+            # Experts' bits of a row, and the numbers of rows.
+            leaving += share_of_copies(routing, nodes) * away * -(-experts // nodes // 8) + 8 * (1 + members) * (
+                nodes - 1
+            )
+        sent = leaving + inside + probabilities * (ranks - 1) / ranks
+        times = 2 if traffic is EXPERT_DISPATCH and self.mixture.recomputed else 1
+        return Bytes(round(times * sent), times * (leaving + probabilities * (nodes - 1) / nodes))
+
     def memory(self, config: OptimusConfig) -> float:
         """Return the bytes of an exchange: two messages and the decoded tokens. As many arrive as are sent."""
         chosen = (config.format_of(each) for each in (EXPERT_DISPATCH, EXPERT_GRADIENT))
@@ -107,7 +137,7 @@ def away(places: Sequence[RankPlace], *, nodes: bool) -> float:
     return sum(shares) / max(1, len(shares))
 
 
-def about_dispatchers(args: argparse.Namespace, places: Sequence[RankPlace]) -> list[Finding]:
+def about_dispatchers(args: argparse.Namespace, places: Sequence[RankPlace], layout: Layout) -> list[Finding]:
     """Return the findings about a dispatcher whose tokens are not counted; empty: all tokens are counted."""
     chosen = args.moe_token_dispatcher_type
     if chosen == "alltoall" or not ExpertLayers.of(args).layers:
@@ -120,5 +150,15 @@ def about_dispatchers(args: argparse.Namespace, places: Sequence[RankPlace]) -> 
             "several nodes: alltoall sends a token only to the ranks of its experts, and compressed with "
             "--expert-dispatch-format and --expert-gradient-format"
         )
+        forced = OptimusConfig(expert_exchange="once-a-node")
+        with suppress(FlagError):
+            levels, top = levels_of_experts(forced, places, layout), layout.routing[2]
+            ring = (levels.nodes * levels.members - 1) / levels.members
+            direct = top * (levels.nodes - 1) / levels.nodes
+            once = share_of_copies(layout.routing, levels.nodes) * direct
+            advice += (
+                f". Rows that leave a node for each token, on one way: {ring:.1f} with allgather, {once:.1f} with "
+                f"alltoall and --expert-exchange once-a-node, {direct:.1f} with alltoall alone"
+            )
         found.append(Finding("tokens", advice, "warn"))
     return found
