@@ -102,6 +102,9 @@ MODELS: Mapping[str, Model] = {
     "moe": _MOE,
     "moe-ep2": replace(_MOE, flags=f"{_LLAMA.flags}{_EXPERTS} 2"),
     "moe-bias-ep2": replace(_MOE, flags=f"{_LLAMA.flags}{_BIASED_EXPERTS} 2"),
+    # Two ranks of a node share experts with two of another one, so that tokens can leave a node once.
+    "moe-ep4": replace(_MOE, flags=f"{_LLAMA.flags}{_EXPERTS} 4"),
+    "moe-bias-ep4": replace(_MOE, flags=f"{_LLAMA.flags}{_BIASED_EXPERTS} 4"),
     "test": Model(1, hidden=64, heads=2, sequence=32, vocabulary=512, micro_batch=1, micro_batches=4),
     "tiny": Model(1, hidden=64, heads=2, sequence=64, vocabulary=512, micro_batch=2, micro_batches=4),
     # The micro-batches are chosen so that DP gradients are 8 times the forward activations, as for the paper's 8.3B
@@ -130,8 +133,9 @@ MODELS: Mapping[str, Model] = {
 }
 """Models by name. The quickstart trains `gpt`, the study `gpt`, `llama`, `llama-muon` (trained by Muon,
 which takes the package emerging_optimizers), `moe` (every replica holds all experts),
-`moe-ep2` (two replicas share the experts) and `moe-bias-ep2` (likewise, with twice as many experts of half the size,
-balanced by a bias in place of an auxiliary loss); their tests train `test`; the cluster benchmark trains the others.
+`moe-ep2` and `moe-ep4` (two and four replicas share the experts), `moe-bias-ep2` and `moe-bias-ep4` (likewise, with
+twice as many experts of half the size, balanced by a bias in place of an auxiliary loss); their tests train `test`; the
+cluster benchmark trains the others.
 """
 
 
