@@ -41,8 +41,10 @@ def collect(results: Path, output: Path, scale: str = "tiny") -> list[str]:
         ("figure14", plots.throughput, tables.figure14(results / "figure14" / "throughput.csv"), None),
     ]
     found = [(name, draw, data, shown or data) for name, draw, data, shown in figures if (shown or data).rows]
-    parts = [Box("", [shown, Picture(name, draw(data))]) for name, draw, data, shown in found]
-    ReportDocument(TITLES[scale], LEADS[scale], parts, files=[data for _, _, data, _ in found]).write(
+    # Runs that never validated have a table, and nothing to draw.
+    parts = [Box("", [shown, *([Picture(name, draw(data))] if data.rows else [])]) for name, draw, data, shown in found]
+    files = [data for _, _, data, _ in found if data.rows]
+    ReportDocument(TITLES[scale], LEADS[scale], parts, files=files).write(
         output, page="index.html", markdown="report.md"
     )
     return [shown.name for *_, shown in found]

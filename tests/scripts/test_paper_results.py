@@ -182,6 +182,15 @@ def test_breakdown_statistics_and_memory_come_out_of_the_lines_that_say_them(tmp
     assert memory["peak, MB"] == "900.5" and memory["measured"].startswith("CPU: resident memory")
 
 
+def test_runs_that_never_validated_are_a_table_without_a_picture(tmp_path: Path) -> None:
+    folder = tmp_path / "table2" / "2.5b-baseline"
+    folder.mkdir(parents=True)
+    (folder / "log.txt").write_text(LOG.replace("{ms}", "300.0").replace("{mb}", "200.00"))
+    assert collect(tmp_path, tmp_path / "report") == ["table2"]
+    assert len(rows_of(tmp_path / "report/table2.csv")) == 1
+    assert not (tmp_path / "report/figure9.png").exists()
+
+
 def test_nothing_to_collect_is_said(tmp_path: Path) -> None:
     for results, reason in ((tmp_path / "none", "no such folder"), (tmp_path, "no log with an iteration in it")):
         ended = run_module("collect", "--results", str(results))
