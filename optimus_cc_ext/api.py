@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["compress", "pad_buckets"]
 
-Preset = Literal["paper", "balanced"]
+Preset = Literal["paper", "balanced", "exact"]
 """The names of presets."""
 
 
@@ -46,7 +46,8 @@ def compress(
         models: a model in megatron-core's DistributedDataParallel, or the list of its chunks on this rank.
         optimizer: Megatron's (the outermost one), or torch's, whose clipping is not known; None: `Handle.step`
             announces the steps.
-        config: "paper", "balanced", or an OptimusConfig; None: the model stays vanilla, and the handle does nothing.
+        config: "paper", "balanced", "exact", or an OptimusConfig; None: the model stays vanilla, and the handle does
+            nothing.
         train_iters: iterations of the whole run, which warm-ups are a fraction of.
         measure_every: errors and times are measured in each step whose number this divides; 0: in none.
         changes: fields of OptimusConfig that override those of `config`.

@@ -47,9 +47,9 @@ def classes() -> str:
     rows = []
     for traffic in CLASSES:
         formats = ", ".join(str(form) for form in traffic.formats if form != "dense")
-        sent = [_of_preset(traffic, name) for name in ("balanced", "paper")]
+        sent = [_of_preset(traffic, name) for name in ("balanced", "exact", "paper")]
         rows.append([traffic.tag, f"`{traffic.format_flag}`", f"{traffic.collective} {traffic.group}", formats, *sent])
-    return markdown(("class", "flag", "in vanilla Megatron", "formats", "`balanced`", "`paper`"), rows)
+    return markdown(("class", "flag", "in vanilla Megatron", "formats", "`balanced`", "`exact`", "`paper`"), rows)
 
 
 def _of_preset(traffic: TrafficClass, preset: str) -> str:

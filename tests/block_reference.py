@@ -30,7 +30,7 @@ class ReferenceCodec:
     """
 
     def __init__(self, name: str, bits: int, largest: float | None, *, signs: Tensor | None = None) -> None:
-        if name not in ("exact", f"int{bits}"):
+        if name not in ("fp32", f"int{bits}"):
             raise ValueError(f"no definition of {name} with {bits} bits")
         self.name, self.bits, self.largest, self.signs = name, bits, largest, signs
 
@@ -95,7 +95,7 @@ class ReferenceCodec:
 
     def numbers(self, codes: Tensor) -> Tensor:
         """Return the codes of a block, uint8, as numbers, (128,) fp64."""
-        if self.name == "exact":
+        if self.name == "fp32":
             numbers = list(struct.unpack("<128f", bytes(codes.tolist())))
         else:
             numbers = [float(number) for number in self._unpack(codes.tolist())]

@@ -1,6 +1,7 @@
 """Collectives with a name: the error of a collective that failed or timed out names its purpose and its ranks."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ class PendingCollective:
 def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str) -> PendingCollective:
     """Sum `tensor` over `group`, in place."""
     return PendingCollective(lambda: dist.all_reduce(tensor, group=group, async_op=True), group, purpose)
+
+
+def start_max(tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str) -> PendingCollective:
+    """Replace each element of `tensor` by the largest one over `group`, in place."""
+    start = partial(dist.all_reduce, tensor, dist.ReduceOp.MAX, group, async_op=True)
+    return PendingCollective(start, group, purpose)
 
 
 def start_reduce_scatter(

@@ -292,9 +292,9 @@ class ExchangePlan:
             legs.append(reduce_scatter(self.numel * size, node if self.levels.instances else span))
         return legs + [all_reduce(length * size, span) for _, length in self.remainders]
 
-    def gather_leg(self, beside: int = 1) -> Leg:
-        """Return the leg of an all-gather of messages in the format of gradients."""
-        return gather(self.message_bytes[0], Span(self.ranks, beside))
+    def gather_leg(self, beside: int = 1, nbytes: int | None = None) -> Leg:
+        """Return the leg of an all-gather of messages in the format of gradients, of `nbytes` if these are given."""
+        return gather(self.message_bytes[0] if nbytes is None else nbytes, Span(self.ranks, beside))
 
 
 def _unit(most: int, blocks: int) -> int:

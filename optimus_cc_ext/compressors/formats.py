@@ -68,9 +68,9 @@ class Format:
 _ROWS = (
     Format(name="int8", packing="integers", bits=8, largest=127.0, rotated=True, gaussian_error=0.0065),
     Format(name="int4", packing="integers", bits=4, largest=7.0, rotated=True, gaussian_error=0.117),
-    # The pass-through format, which is exact. No class of traffic accepts it: `--exact-blocks`, a flag of the tests,
-    # replaces any chosen format by it, so that everything but the rounding stays as it is.
-    Format(name="exact", packing="fp32", bits=32, largest=None, rotated=False, gaussian_error=0.0),
+    # The pass-through format. No class of traffic accepts it: `--exact-blocks`, a flag of the tests, replaces any
+    # chosen block format by it, so that everything but the rounding stays as it is.
+    Format(name="fp32", packing="fp32", bits=32, largest=None, rotated=False, gaussian_error=0.0),
 )
 
 FORMATS: Mapping[str, Format] = {row.name: row for row in _ROWS}
@@ -79,7 +79,13 @@ FORMATS: Mapping[str, Format] = {row.name: row for row in _ROWS}
 SUM_FORMAT = "int8"
 """Format of sums of gradients on their way back to the replicas: in 4 bits, the sums would have twice the error."""
 
-_WITHOUT_BLOCKS = ("dense", "low-rank")
+EXACT = "exact"
+"""Choice of a class of traffic that sends differences to the bit (module `exact`)."""
+
+EXACT_BITS = 3.4
+"""Bits of a value in exact messages, in the mean of a run: they follow from the learning rate."""
+
+_WITHOUT_BLOCKS = ("dense", "low-rank", EXACT)
 """Choices of a class of traffic that are not block formats."""
 
 
@@ -95,7 +101,7 @@ def format_named(name: str) -> Format:
 
 
 def block_format(chosen: str) -> str | None:
-    """Return the name of the block format that was chosen for a class of traffic; None for dense and low-rank.
+    """Return the name of the block format that was chosen for a class of traffic; None for all others.
 
     Raises:
         ValueError: `chosen` is none of these; see `format_named`.

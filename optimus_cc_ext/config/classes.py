@@ -310,6 +310,7 @@ EMBEDDING = TrafficClass(
     presets={
         "paper": {"fused_embedding_sync": True},
         "balanced": {"fused_embedding_sync": True, "fused_embedding_sync_format": "int8"},
+        "exact": {"fused_embedding_sync": True},
     },
 )  # fmt: skip
 
@@ -319,10 +320,10 @@ EMBEDDING = TrafficClass(
 class ParamGatherConfig(Options):
     """Options of the all-gather of parameters after the distributed optimizer's step; not in the paper."""
 
-    param_gather_format: Literal["dense", "int8", "int4"] = option(
+    param_gather_format: Literal["dense", "exact", "int8", "int4"] = option(
         "dense",
         "Wire format of the parameters that the distributed optimizer gathers. int8 and int4 send the change of each "
-        "parameter since the last gather.",
+        "parameter since the last gather; exact sends it to the bit, in about 3.4 bits a value.",
     )
 
 
@@ -337,12 +338,12 @@ PARAM_GATHER = TrafficClass(
         ),
         Need(
             "master_copies",
-            "the compression error has to stay in an fp32 copy of the parameters, and Megatron keeps none here",
+            "without an fp32 copy of the parameters their change is unknown, and Megatron keeps none here",
             "Leave it out, or use --bf16 or --fp16, without --use-precision-aware-optimizer",
             left_out="no fp32 copies of parameters",
         ),
     ),
-    presets={"balanced": {"param_gather_format": "int4"}},
+    presets={"balanced": {"param_gather_format": "int4"}, "exact": {"param_gather_format": "exact"}},
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from optimus_cc_ext.config.optimus_config import OptimusConfig
 from optimus_cc_ext.config.options import GONE_FORMATS, default_of, flag_of, literals_of, option, type_of, values_of
 from optimus_cc_ext.errors import FlagError
 
-PRESETS = ("paper", "balanced")
+PRESETS = ("paper", "balanced", "exact")
 """The presets of `--optimus-cc`; the flag alone selects the first one."""
 
 _PREFIX = "optimus_cc_"
@@ -50,7 +50,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=PRESETS,
         help="Preset, as far as the layout allows it; individual flags override it. balanced (recommended) puts "
         "vanilla Megatron's loss first: activations, their gradients, the tied embedding and data-parallel gradients "
-        "in int8, the distributed optimizer's parameters in int4, if a trial in the run says that it saves time. paper "
+        "in int8, the distributed optimizer's parameters in int4, if a trial in the run says that it saves time. exact "
+        "keeps vanilla's bits: it gathers these parameters in exact differences, and fuses the tied embedding's sums, "
+        "with the distributed optimizer. paper "
         "(--optimus-cc alone) is --compressed-backprop, --fused-embedding-sync, and --dp-compression on the first "
         "75 %% of the pipeline stages, with their defaults.",
     )

@@ -219,12 +219,16 @@ def _preset(
     for traffic in CLASSES:
         wanted = traffic.presets.get(name, {})
         need = _unmet(traffic, layout)
+        if name == "exact" and not layout.distributed_optimizer:
+            wanted = {}  # without its shards, one sum over both stages' replicas rounds in another order than two
         if refusal := left_dense.get(traffic):
             notes.append(f"{flag} leaves out {traffic.tag}: {refusal.reason} ({refusal.flag})")
         elif need is None:
             fields |= wanted
         elif wanted and need.left_out and explicit.keys().isdisjoint((traffic.name, traffic.format_field)):
             notes.append(f"{flag} leaves out {traffic.tag}: {need.left_out}")
+    if name == "exact" and not layout.distributed_optimizer:
+        notes.append(f"{flag}: nothing is left to compress without --use-distributed-optimizer")
     low_rank = {field for field, option in DP_GRADIENTS.fields.items() if option.metadata["low_rank_only"]}
     coarse = fields.get(DP_GRADIENTS.format_field) == "low-rank" and explicit.get(DP_GRADIENTS.name) is not False
     if layout.scales_errors and coarse and explicit.keys().isdisjoint({DP_GRADIENTS.format_field, *low_rank}):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from optimus_cc_ext.compressors.formats import block_format
+from optimus_cc_ext.compressors.formats import EXACT, block_format
 from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
@@ -132,6 +132,15 @@ REFUSALS = (
     Refusal(
         "--optimizer", (PARAM_GATHER,), "the distributed optimizers of Muon and others copy shards in another way",
         "Use --optimizer adam or sgd", lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd"),
+    ),
+    Refusal(
+        "--qk-clip", (PARAM_GATHER,), "it writes parameters between the step and the gather of the step's changes",
+        "Give --param-gather-format dense", where=lambda config, _: config.param_gather_format == EXACT,
+    ),
+    Refusal(
+        "--overlap-param-gather-with-optimizer-step", (PARAM_GATHER,),
+        "it gathers between the steps of two optimizers, where the lengths of exact messages are not known yet",
+        where=lambda config, _: config.param_gather_format == EXACT,
     ),
     Refusal(
         "--cuda-graph-impl", CLASSES,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.collectives.groups import Groups
-from optimus_cc_ext.collectives.legs import Bytes
+from optimus_cc_ext.collectives.legs import Bytes, bytes_of
 from optimus_cc_ext.collectives.nodes import Levels
 from optimus_cc_ext.collectives.reducers import Reduction
 from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER, TrafficClass
@@ -287,6 +287,8 @@ def _start_param_sync(
         original(force_sync)
     if session.grid is not None:
         raw, coded = plan.gathered
+        if ours:
+            coded = bytes_of(plan.gather_legs(coded=True, messages=[each.sent_bytes for each in shards]))
         session.traffic.add(PARAM_GATHER, raw, coded if ours else (0, 0) if again else raw)
 
 

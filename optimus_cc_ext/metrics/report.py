@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 
+from optimus_cc_ext.compressors.formats import EXACT
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config.classes import CLASSES, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.metrics.error_statistics import StatisticsSums
@@ -159,6 +160,9 @@ class Report:
         residual = max(sqrt(technique.residual / ranks) for ranks, technique in measured)
         milliseconds = max(1e3 * technique.seconds / ranks for ranks, technique in measured)
         kept = f", residual norm {residual:.3e}" if residual else ""
+        if self.formats[tag] == EXACT:
+            raw, sent = next(both for traffic, both in self.traffic.items() if traffic.tag == tag)
+            return f"{tag} {EXACT}: {16 * sent / max(raw, 1):.2f} bits a value, {milliseconds:.2f} ms"
         share = " of a step's change, which the next step makes up" if tag == PARAM_GATHER.tag else ""
         return f"{tag} {self.formats[tag]}: error {100 * error:.2f} %{share}{kept}, {milliseconds:.2f} ms"
 

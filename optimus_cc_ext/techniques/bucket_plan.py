@@ -16,10 +16,12 @@ from functools import cached_property
 
 import torch
 
+from optimus_cc_ext.collectives.exact import ExactPlan
 from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.legs import Bytes, Leg, Span, all_reduce, bytes_of, reduce_scatter, sent, sharded
 from optimus_cc_ext.collectives.messages import Formats
 from optimus_cc_ext.collectives.reducers import DensePlan
+from optimus_cc_ext.compressors.formats import EXACT
 from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, TrafficClass
 from optimus_cc_ext.techniques.bucket_rules import BucketRecord, BucketRules, ParameterRecord
 from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan
@@ -47,7 +49,7 @@ class BucketPlan:
     synchronisation: `warmup` and `compressed` are one plan.
     """
 
-    gather: ExchangePlan | None
+    gather: ExchangePlan | ExactPlan | None
     """Gather of the bucket's parameters; None: Megatron's own."""
 
     @property
@@ -161,14 +163,19 @@ class GroupPlan:
             ranks=rules.ranks, sharded=rules.sharded, formats=Formats(rules.format, rules.sums), levels=rules.levels,
         ).legs(beside, whole)  # fmt: skip
 
-    def gather_legs(self, *, coded: bool) -> list[Leg]:
+    def gather_legs(self, *, coded: bool, messages: Sequence[int] | None = None) -> list[Leg]:
         """Return the collectives of one rank in a gather of the parameters, compressed or Megatron's; empty without
         the distributed optimizer.
+
+        Args:
+            messages: bytes of this rank's messages of each bucket that we gather, as measured; None: as planned.
         """
         rules = self.rules
         owners = Span(rules.ranks, rules.beside).inside(rules.owners)
         if coded:
-            return [bucket.gather.gather_leg(owners.beside) for bucket in self.buckets if bucket.gather is not None]
+            plans = [bucket.gather for bucket in self.buckets if bucket.gather is not None]
+            messages = messages or [plan.message_bytes[0] for plan in plans]
+            return [plan.gather_leg(owners.beside, nbytes) for plan, nbytes in zip(plans, messages, strict=True)]
         sizes = (bucket.record.numel * bucket.record.parameter_dtype.itemsize for bucket in self.buckets)
         return [reduce_scatter(nbytes, owners) for nbytes in sizes] if rules.sharded else []
 
@@ -199,7 +206,7 @@ class GroupPlan:
         Megatron's.
         """
         megatrons, ours = self.gathered
-        return self.rules.force or self.rules.gathered == "exact" or ours.sent < megatrons.sent
+        return self.rules.force or self.rules.gathered == "fp32" or ours.sent < megatrons.sent
 
     @cached_property
     def _known(self) -> dict[tuple[bool | None, bool], dict[TrafficClass, Bytes]]:
@@ -293,7 +300,7 @@ def _pays(
     Megatron needs a reduce-scatter, and messages in blocks are as long as their longest compressed and uncompressed
     parts together.
     """
-    if rules.force or rules.format == "exact":
+    if rules.force or rules.format == "fp32":
         return True
     rules = replace(rules, place=0)  # in two levels, bytes depend on a rank's place in its node
     megatrons = _reduction(record, rules, "dense", (), [*coded, *others])
@@ -302,10 +309,12 @@ def _pays(
 
 def gather_plan(
     record: BucketRecord, format: str, ranks: int, slot_bytes: int | None = None, like: ExchangePlan | None = None
-) -> ExchangePlan:
-    """Plan the gather of a bucket's parameters: differences of matrices are encoded, those of vectors and routers
-    not. `like` is the plan of the bucket's gradients.
+) -> ExchangePlan | ExactPlan:
+    """Plan the gather of a bucket's parameters: in blocks, differences of matrices are encoded, those of vectors and
+    routers not. `like` is the plan of the bucket's gradients.
     """
+    if format == EXACT:
+        return ExactPlan(numel=record.numel, dtype=record.parameter_dtype, ranks=ranks, slot_bytes=slot_bytes)
     coded, dense = (
         [parameter.range for parameter in record.parameters if parameter.takes_blocks is encoded]
         for encoded in (True, False)

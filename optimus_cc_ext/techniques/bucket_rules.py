@@ -9,7 +9,7 @@ import torch
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.collectives.ranges import Range
 from optimus_cc_ext.collectives.ring import slot_bytes
-from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
+from optimus_cc_ext.compressors.formats import EXACT, SUM_FORMAT, block_format
 from optimus_cc_ext.compressors.low_rank import pays
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER, TrafficClass
@@ -117,7 +117,7 @@ class BucketRules:
     """Format of fused embedding synchronisation; None: it is off, or this stage takes no part in it."""
 
     gathered: str | None = None
-    """Block format of the distributed optimizer's gather of the parameters; None: Megatron gathers them."""
+    """Format of the distributed optimizer's gather of the parameters; None: Megatron gathers them."""
 
     levels: Levels = ONE_LEVEL
     """The levels in which the group adds up blocks: one, or two if its nodes allow that; or those of instances of the
@@ -169,7 +169,7 @@ class BucketRules:
             """Return the name of the block format, or of the pass-through format (tests); None if `chosen` is no block
             format.
             """
-            return None if block_format(chosen) is None else "exact" if config._exact_blocks else chosen
+            return None if block_format(chosen) is None else "fp32" if config._exact_blocks else chosen
 
         gradients = format_of(DP_GRADIENTS)
         return cls(
@@ -179,7 +179,7 @@ class BucketRules:
             format=blocks(gradients) or gradients,
             sums=blocks(SUM_FORMAT) or SUM_FORMAT,
             fused=(blocks(format_of(EMBEDDING)) or "dense") if fused else None,
-            gathered=blocks(format_of(PARAM_GATHER)),
+            gathered=EXACT if (gathered := format_of(PARAM_GATHER)) == EXACT else blocks(gathered),
         )  # fmt: skip
 
     @property

@@ -17,15 +17,15 @@ copies are cut alike, and stay equal, too.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from optimus_cc_ext.collectives.calls import connect
-from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.messages import AllGather
 from optimus_cc_ext.collectives.ring import Lane, Ring, Slice
-from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
+from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import TrafficClass
@@ -48,12 +48,15 @@ class Shards:
         together: True if other buckets are gathered meanwhile.
     """
 
+    restores = True
+    """True if the owner of a shard gets its new values from its own message, like all other replicas."""
+
     def __init__(
         self,
         bucket: Bucket,
-        plan: ExchangePlan,
+        plan: Any,
         groups: Groups,
-        codec: Codec,
+        codec: Any,
         *,
         gauge: Gauge,
         scratch: Scratch,
@@ -65,33 +68,43 @@ class Shards:
         rank, length = groups.whole.rank(), plan.numel // plan.ranks
         self._shard = slice(rank * length, (rank + 1) * length)
         self._before = torch.empty(length, dtype=plan.dtype, device=bucket.device)
-        spans = [layout.span(rank) for layout in plan.layouts]
-        own = plan.own_layouts(rank, tuple(start for start, _ in spans))
-        self._slices = [
-            _GatherSlice(self, layout, message, nbytes, slice(start - rank * length, end - rank * length))
-            for layout, message, nbytes, (start, end) in zip(plan.layouts, own, plan.gather_bytes, spans, strict=True)
-        ]
-        lane.reserve(self._slices, together=together)
+        self.slices = self._cut()
+        lane.reserve(self.slices, together=together)
         self.updated = False
         """True if there is an encoded message that has not been sent."""
 
         self.gathered = False
         """True if all replicas have received the parameters of this rank's shard since the last pass began."""
 
+    def _cut(self) -> list[Any]:
+        """Make the slices, each with the bytes of its change, `change_bytes`, and its own `message`."""
+        plan, rank, first = self.plan, self.groups.whole.rank(), self._shard.start
+        spans = [layout.span(rank) for layout in plan.layouts]
+        own = plan.own_layouts(rank, tuple(start for start, _ in spans))
+        return [
+            _GatherSlice(self, layout, message, nbytes, slice(start - first, end - first))
+            for layout, message, nbytes, (start, end) in zip(plan.layouts, own, plan.gather_bytes, spans, strict=True)
+        ]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of this rank's messages of one gather."""
+        return self.plan.message_bytes[0]
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory for the own messages until they are sent, and for the copy of the shard."""
-        return self._before.nbytes + sum(each.message.nbytes for each in self._slices)
+        return self._before.nbytes + sum(each.message.nbytes for each in self.slices)
 
     @property
     def change_bytes(self) -> int:
         """Bytes of the largest change that is encoded at once, in memory that all buckets share."""
-        return max((each.change_bytes for each in self._slices), default=0)
+        return max((each.change_bytes for each in self.slices), default=0)
 
     def release(self) -> None:
         """Drop the memory: the parameters are gathered dense from now on."""
         self._before = self._before.new_empty(0)
-        self._slices.clear()
+        self.slices.clear()
         del self.scratch, self.codec
 
     def keep(self) -> None:
@@ -100,22 +113,25 @@ class Shards:
         self._before.copy_(self.bucket.parameters[self._shard])
 
     def encode(self) -> None:
-        """Encode the change of the own shard since `keep`, and restore its old value, which all other replicas have."""
+        """Encode the change of the own shard since `keep`, and restore its old value, which all other replicas have, if
+        the owner decodes its own message, too.
+        """
         own = self.bucket.parameters[self._shard]
-        for each in self._slices:
+        for each in self.slices:
             each.encode(own, self._before)
         with self.gauge.timed(own.device):
-            own.copy_(self._before)
+            if self.restores:
+                own.copy_(self._before)
         self.updated = True
 
     def start(self) -> None:
         """Send the message. All replicas call this for the same buckets, in the same order."""
         self.updated = False
-        self._lane.submit(self._slices)
+        self._lane.submit(self.slices)
 
     def finish(self) -> None:
         """Wait for all messages, and add their differences to the parameters of all shards."""
-        self._lane.end(self._slices)
+        self._lane.end(self.slices)
         self.gathered = True
 
 
@@ -189,6 +205,8 @@ class Gather:
 class ParamGather(Technique):
     """Gathers of all buckets of this rank. Checkpoints need nothing: master copies contain the compression error."""
 
+    kind: type[Shards] = Shards
+
     def __init__(self, config: OptimusConfig, traffic: TrafficClass, ring: Ring | None = None) -> None:
         super().__init__(config, traffic, ring)
         self.codec = self.new_codec()
@@ -219,7 +237,7 @@ class ParamGather(Technique):
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:
         """Get the single-rank group, if the gather is compressed."""
-        if self.codec is not None:
+        if self.config.is_on(self.traffic):
             self.alone = groups.alone()
 
     def release(self) -> None:
@@ -238,12 +256,11 @@ class ParamGather(Technique):
         change = max((shards.change_bytes for shards in self.buckets), default=0)
         return change + sum(shards.nbytes for shards in self.buckets)
 
-    def add_bucket(self, bucket: Bucket, plan: ExchangePlan, groups: Groups, *, together: bool = False) -> Shards:
+    def add_bucket(self, bucket: Bucket, plan: Any, groups: Groups, *, together: bool = False) -> Shards:
         """Add a bucket whose parameters are gathered in few bits; the arguments are those of `Shards`."""
-        assert self.codec is not None, "parameters are gathered dense"
         if self.alone is not None and not self.buckets:
             connect(self.alone, bucket.device, pairs=False)
-        shards = Shards(
+        shards = self.kind(
             bucket, plan, groups, self.codec,
             gauge=self.gauge, scratch=self.scratch, lane=self.lane, together=together,
         )  # fmt: skip

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.ring import Ring
+from optimus_cc_ext.compressors.formats import EXACT
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
     CLASSES,
@@ -41,6 +42,7 @@ from optimus_cc_ext.techniques.crossing import (
     left_dense,
     levels_of_sums,
 )
+from optimus_cc_ext.techniques.exact_gather import ExactGather
 from optimus_cc_ext.techniques.expert_rows import ExpertRows
 from optimus_cc_ext.techniques.fused_embedding_sync import FusedEmbeddingSync
 from optimus_cc_ext.techniques.grid import Grid
@@ -107,7 +109,8 @@ class Session:
         self.backprop = CompressedBackprop(config, PIPELINE_BACKWARD)
         self.embedding = FusedEmbeddingSync(config, EMBEDDING, self.ring)
         self.gradients = SelectiveStageCompression(config, DP_GRADIENTS, self.ring)
-        self.parameters = ParamGather(config, PARAM_GATHER, self.ring)
+        exact = config.format_of(PARAM_GATHER) == EXACT
+        self.parameters: ParamGather = (ExactGather if exact else ParamGather)(config, PARAM_GATHER, self.ring)
         self.rows = [ExpertRows(config, traffic) for traffic in classes_among("experts")]
         """Tokens on their way to experts and back, and their gradients."""
 

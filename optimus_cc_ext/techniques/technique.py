@@ -128,7 +128,7 @@ class Technique:
 
     def _fast_codec(self, format: str) -> Codec:
         # `--exact-blocks`, a flag of the tests, replaces the chosen format by the pass-through format.
-        name = "exact" if self.config._exact_blocks else format
+        name = "fp32" if self.config._exact_blocks else format
         return fast_codec(name, seed=self.config.compression_seed, rotated=self.config.block_rotation)
 
     def place(self, grid: Grid, layout: Layout, groups: NewGroups) -> None:

@@ -174,7 +174,7 @@ def _edges() -> list[Any]:
         collectives.all_reduce(flat, format="int8")
         found += [not bool(flat[300].isfinite()), not bool(whole[900].isfinite()), bool(flat[:128].isfinite().all())]
     number, none, random = torch.tensor(2.5), torch.empty(0, 3), torch.get_rng_state()
-    collectives.all_reduce(number, AVG, format="exact")
+    collectives.all_reduce(number, AVG, format="fp32")
     collectives.all_reduce(none, format="int8")
     collectives.all_gather_into_tensor(torch.empty(0), torch.empty(0), format="int8")
     found += [float(number) == 2.5, torch.equal(torch.get_rng_state(), random)]

@@ -37,7 +37,7 @@ INT4, INT8 = 0.12, 0.008
 
 
 def codecs(format: Literal["int8", "int4"], *, exact: bool = False) -> BlockCodecs:
-    names = ("exact", "exact") if exact else (format, "int8")
+    names = ("fp32", "fp32") if exact else (format, "int8")
     return BlockCodecs(*(fast_codec(name, seed=1, rotated=True) for name in names))
 
 

@@ -89,7 +89,7 @@ def _gathered(format: str, dtype: torch.dtype, steps: list[int]) -> list[torch.T
     """Return this rank's bucket after each gather."""
     dist.init_process_group("gloo")
     flat, found = weights(dtype).flat, []
-    exact = format == "exact"
+    exact = format == "fp32"
     config = OptimusConfig(param_gather_format="int8" if exact else format, compression_seed=1, _exact_blocks=exact)
     technique = ParamGather(config, PARAM_GATHER)
     plan = plan_of(weights(dtype).views, flat.numel(), dtype, codec(format))
@@ -110,7 +110,7 @@ def _gathered(format: str, dtype: torch.dtype, steps: list[int]) -> list[torch.T
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("format", [*formats_of("param_gather_format"), "exact"])
+@pytest.mark.parametrize("format", [*formats_of("param_gather_format"), "fp32"])
 def test_all_replicas_have_what_decoding_by_hand_gives_to_the_bit(format: str, dtype: torch.dtype) -> None:
     by_rank = run_ranks(RANKS, _gathered, format, dtype, list(range(STEPS)))
     expected = weights(dtype).flat
@@ -121,7 +121,7 @@ def test_all_replicas_have_what_decoding_by_hand_gives_to_the_bit(format: str, d
 
 
 def test_messages_that_leave_nothing_out_bring_the_owners_weights_within_a_rounding() -> None:
-    (found, *_), *_ = run_ranks(RANKS, _gathered, "exact", torch.bfloat16, [0])
+    (found, *_), *_ = run_ranks(RANKS, _gathered, "fp32", torch.bfloat16, [0])
     target = wanted(0, torch.bfloat16)
     # The change of a parameter is rounded to the 8 bits of bf16, and so is its sum with the parameter: one ulp each, of
     # the larger of the two.

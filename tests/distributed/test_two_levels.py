@@ -33,7 +33,7 @@ NODES = pytest.mark.parametrize(
 
 
 def codecs(format: str) -> BlockCodecs:
-    names = ("exact", "exact") if format == "exact" else (format, "int8")
+    names = ("fp32", "fp32") if format == "fp32" else (format, "int8")
     return BlockCodecs(*(fast_codec(name, seed=1, rotated=True) for name in names))
 
 
@@ -101,13 +101,13 @@ def literal_sum(ranks: int, dtype: torch.dtype = torch.float32, shapes: Shapes =
 @KINDS
 @NODES
 def test_exact_messages_reproduce_the_sum_to_rounding(nodes, members, sharded, whole):
-    found, literal = reduced(nodes, members, "exact", sharded, whole), literal_sum(nodes * members)
+    found, literal = reduced(nodes, members, "fp32", sharded, whole), literal_sum(nodes * members)
     # Two orders of adding six fp32 values differ by some units in the last place, 6e-8 each.
     assert (found.double() - literal).norm() < 2e-7 * literal.norm()
 
 
 def test_buckets_of_bf16_are_as_exact_as_bf16_sums():
-    found, literal = reduced(2, 2, "exact", True, False, torch.bfloat16), literal_sum(4, torch.bfloat16)
+    found, literal = reduced(2, 2, "fp32", True, False, torch.bfloat16), literal_sum(4, torch.bfloat16)
     assert (found.double() - literal).norm() < 2**-8 * literal.norm()
 
 
@@ -156,7 +156,7 @@ def _left_out() -> tuple[torch.Tensor, float]:
     """Leave a range in the middle of the bucket out of its sum, as Megatron's hook does with a tied embedding."""
     groups = two_levels(2)
     bucket = gradients(dist.get_rank(), 4, shapes=[(64, 32), (40, 32), (64, 32)])
-    used = codecs("exact")
+    used = codecs("fp32")
     plan = plan_of(bucket, used, groups.levels, groups.place, False)
     plan = replace(plan, coded=[plan.coded[0], plan.coded[2]])
     before = bucket.views[1].clone()
@@ -209,7 +209,7 @@ def test_bytes_are_as_counted_and_memory_is_made_once(nodes, members, sharded, w
 def _in_fp32() -> float:
     groups = two_levels(3)
     value = 256.0 if dist.get_rank() % 3 == 0 else 1.0
-    bucket, used = Bucket([(96, 32)], parts=dist.get_world_size(), dtype=torch.bfloat16), codecs("exact")
+    bucket, used = Bucket([(96, 32)], parts=dist.get_world_size(), dtype=torch.bfloat16), codecs("fp32")
     plan = replace(plan_of(bucket, used, groups.levels, groups.place, True), in_fp32=True)
     reducer = plan.bind(groups, Tools(device=bucket.flat.device, codecs=used))
     received, total = reducer._received, reducer._total
@@ -261,7 +261,7 @@ def two_levels_of_instances(members: int) -> Groups:
 
 
 @NODES
-@pytest.mark.parametrize("format", [None, "exact", "int8"])
+@pytest.mark.parametrize("format", [None, "fp32", "int8"])
 def test_each_instance_of_the_distributed_optimizer_gets_all_shards_of_the_sum(nodes, members, format):
     found = run_ranks(nodes * members, _between_instances, members, format)
     literal = literal_sum(nodes * members)

@@ -343,10 +343,15 @@ VANILLA_GATHERS = [
     for name, flags in (("", SHARDED), (", overlapped, interleaved", f"{OVERLAPPED} {INTERLEAVED} {SMALL_BUCKETS}"))
 ]
 EXACT_GATHERS = [run.but(f"{run.name}, exact", ours=f"{GATHER} --exact-blocks") for run in VANILLA_GATHERS]
+EXACT_DIFFERENCES = [
+    run.but(f"{run.name}, exact differences", ours="--param-gather-format exact") for run in VANILLA_GATHERS
+]
 SOME_IN_FP32 = RunSpec(
     name="norms in fp32, interleaved", flags=f"--bf16 {OVERLAPPED} {INTERLEAVED} --train-iters 3", ours=GATHER,
     before=(interventions.norms_in_fp32,),
 )  # fmt: skip
+FP16_DENSE = SCALED.but("fp16, loss scaled, dense gather", flags=SHARDED)
+FP16_EXACT = FP16_DENSE.but("fp16, loss scaled, exact differences", ours="--param-gather-format exact")
 FP16_GATHER = SCALED.but("fp16, loss scaled, gather", flags=SHARDED, ours=GATHER)
 # The stages have 2, 1, 0 and 1 of 4 layers, and the batch grows: from the 12th sequence of 64 tokens on an iteration
 # has 6 sequences, from the 24th on 8, in micro-batches of 2. megatron-core 0.19.2 still parses `--rampup-batch-size`,

@@ -33,6 +33,7 @@ from tests.megatron.test_bad_input import (
 __all__ = ["outputs"]  # a fixture
 
 FP8 = "--use-distributed-optimizer --bf16 --transformer-impl transformer_engine "
+BALANCED, EXACT = "--optimus-cc balanced", "--param-gather-format exact "
 INT4, INT8_FE = "--dp-compression-format int4 ", "--fused-embedding-sync-format int8 "
 # Each option of the table is written so that Megatron's own validation accepts it. A case has the layout, Megatron's
 # flags, and for each class with which the option conflicts, the flag that switches the class on.
@@ -65,6 +66,15 @@ REFUSED: dict[str, list[tuple[str, str, list[str]]]] = {
     "--optimizer": [
         (PP2, f"--optimizer {name} --use-distributed-optimizer --bf16", [GATHER])
         for name in ("muon", "dist_muon", "soap")
+    ],
+    "--qk-clip": [(PP2, "--use-distributed-optimizer --bf16 --qk-clip", [EXACT])],
+    "--overlap-param-gather-with-optimizer-step": [
+        (
+            PP2,
+            "--use-distributed-optimizer --bf16 --overlap-grad-reduce --overlap-param-gather --ckpt-format torch "
+            "--num-layers-per-virtual-pipeline-stage 1 --overlap-param-gather-with-optimizer-step",
+            [EXACT],
+        )
     ],
     "--cuda-graph-impl": [
         (PP2, "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad", [CB]),
@@ -109,7 +119,7 @@ def test_every_refusal_of_the_table_has_a_case_here() -> None:
 
 
 def _prepared(line: str) -> dict[str, Any]:
-    installed = any(name in line for name in ("fp4", "local-ckpt", "msc", "overlap-moe"))
+    installed = any(name in line for name in ("fp4", "local-ckpt", "msc", "overlap-moe", "qk-clip"))
     return {
         "env": FSDP_CONNECTIONS if "fsdp" in line else {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if "moe" in line else None,
         "before": everything_is_installed if installed else None,
@@ -137,7 +147,7 @@ def test_a_preset_leaves_dense_what_conflicts_and_says_why(flag: str, layout: st
     refusal = next(refusal for refusal in REFUSALS if refusal.flag == flag)
     # Low rank is the preset `paper`'s; blocks work with fp32 accumulation, and have no state to save.
     of_low_rank = "--ddp-reduce-scatter-with-fp32-accumulation", "--non-persistent-ckpt-type", "--enable-msc"
-    preset = "--optimus-cc" if flag in of_low_rank else "--optimus-cc balanced"
+    preset = "--optimus-cc" if flag in of_low_rank else "--optimus-cc exact" if ours == [EXACT] else BALANCED
     found = launch(shlex.split(f"{layout} {preset} {line}"), **_prepared(line))
     assert found.accepted, found.output[-2000:]
     left_out = [note for note in found.ours if f": {refusal.reason} ({flag})" in note]

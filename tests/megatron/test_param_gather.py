@@ -27,6 +27,25 @@ def test_messages_that_leave_nothing_out_reproduce_vanilla(runs):
         assert sent > 1.9 * raw, "4 bytes a value instead of 2"
 
 
+def assert_to_the_bit(ours, vanilla) -> None:
+    assert last_stage_losses(ours.ranks) == last_stage_losses(vanilla.ranks)
+    for mine, theirs in zip(ours.ranks, vanilla.ranks, strict=True):
+        assert mine.weights == theirs.weights
+        assert [step.weights for step in mine.steps] == [step.weights for step in theirs.steps]
+        raw, sent = mine.ours.traffic["parameter gather"]
+        assert 0 < sent < raw, "the first gather, and one after a skipped step, are Megatron's own"
+
+
+@uses(
+    in_ci(table.VANILLA_GATHERS[0], table.EXACT_DIFFERENCES[0]),
+    full(table.VANILLA_GATHERS[1], table.EXACT_DIFFERENCES[1]),
+    full(table.FP16_DENSE, table.FP16_EXACT),
+)
+def test_exact_differences_keep_vanillas_losses_and_weights_to_the_bit(runs):
+    vanilla, ours = runs
+    assert_to_the_bit(ours, vanilla)
+
+
 @uses(full(table.SAVED_GATHER, table.resumed(table.SAVED_GATHER, 4)))
 def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped_and_copies_stay_equal(runs):
     whole, part = runs

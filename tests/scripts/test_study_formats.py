@@ -82,8 +82,8 @@ def test_parts_add_up_to_vanillas_sums(tmp_path: Path) -> None:
     found = {}
     for name, script, ours in (
         ("vanilla", [], []),
-        ("exact", ["exact", "exact"], ["--dp-compression-format", "int4", "--exact-blocks"]),
-        ("vocabulary", ["exact", "int4"], ["--dp-compression-format", "int4", "--exact-blocks"]),
+        ("exact", ["fp32", "fp32"], ["--dp-compression-format", "int4", "--exact-blocks"]),
+        ("vocabulary", ["fp32", "int4"], ["--dp-compression-format", "int4", "--exact-blocks"]),
     ):
         folder = tmp_path / name
         folder.mkdir()
@@ -95,5 +95,5 @@ def test_parts_add_up_to_vanillas_sums(tmp_path: Path) -> None:
 
 
 def test_a_format_that_is_nowhere_is_refused() -> None:
-    with pytest.raises(ValueError, match="'int7' is no block format: there are int8, int4, exact, int5, int6"):
+    with pytest.raises(ValueError, match="'int7' is no block format: there are int8, int4, fp32, int5, int6"):
         use("int7", "int4")

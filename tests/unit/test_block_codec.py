@@ -295,7 +295,7 @@ def test_what_is_not_finite_reaches_the_result_and_stays_in_its_block(format, ro
 
 
 def test_exact_sends_what_it_is_given() -> None:
-    codec = fast_codec("exact", seed=1, rotated=True)
+    codec = fast_codec("fp32", seed=1, rotated=True)
     values = torch.cat([gaussian(1100) * 1e30, torch.tensor([torch.inf, 1e-42])])
     layout = BlockLayout([[(0, 700)], [(700, 402)]])
     messages, out = torch.empty(2, codec.message_bytes(layout, values.dtype), dtype=torch.uint8), torch.empty(1102)

@@ -67,7 +67,7 @@ def test_messages_are_independent_of_each_other_and_a_buffer_serves_again() -> N
 
 
 def test_exact_blocks_arrive_to_the_bit_through_the_same_exchange() -> None:
-    sender, receiver = ends("exact")
+    sender, receiver = ends("fp32")
     arrived = torch.empty(SHAPE)
     passed(sender.send(tensor(1)), receiver.receive(arrived))
     assert torch.equal(arrived, tensor(1))
@@ -135,4 +135,4 @@ def test_exact_blocks_put_the_pass_through_format_in_the_place_of_the_chosen_one
     with made.iteration(schedule):
         sizes = [transfer.tensor.numel() for transfer in posted(made, "send_next", "send_prev").values()]
     assert sizes == [4 * tensor(1).numel() + scales] * 2
-    assert [codec.format.name for codec in made.backprop.new_codecs()] == ["exact", "exact"]
+    assert [codec.format.name for codec in made.backprop.new_codecs()] == ["fp32", "fp32"]

@@ -111,8 +111,8 @@ def test_equal_bytes_are_no_gain_and_blocks_that_tests_pass_through_are_kept():
     rules = {"format": "low-rank", "sharded": True}
     found = [plan(square, **rules, rank=rank) for rank in (15, 16)]
     assert list(map(ways, found)) == [[(None, "low-rank")], [(None, None)]]
-    exact = plan(bucket(*LAYER, parameter_dtype=torch.bfloat16), format="exact", gathered="exact", sharded=True)
-    assert ways(exact) == [(None, "exact")] and exact.buckets[0].gather is not None
+    exact = plan(bucket(*LAYER, parameter_dtype=torch.bfloat16), format="fp32", gathered="fp32", sharded=True)
+    assert ways(exact) == [(None, "fp32")] and exact.buckets[0].gather is not None
     # A block is one rank's, and all messages are as long as its: with 8 ranks more bytes than the values themselves.
     tiny = plan(bucket(*LAYER), bucket({"shape": (16, 8)}, {"shape": (8,)}), format="int8", ranks=8)
     assert ways(tiny) == [(None, "int8"), (None, "dense")]
@@ -252,7 +252,7 @@ def test_rules_are_what_the_configuration_says_and_tests_may_put_a_format_that_l
     assert BucketRules.of(config, ranks=8, sharded=True, fused=False).fused is None
     in_exact = OptimusConfig(dp_compression_format="int4", _exact_blocks=True)
     exact = BucketRules.of(in_exact, ranks=2, sharded=False, fused=True)
-    assert (exact.format, exact.sums, exact.fused) == ("exact", "exact", "dense")
+    assert (exact.format, exact.sums, exact.fused) == ("fp32", "fp32", "dense")
     assert (
         BucketRules.of(OptimusConfig(dp_compression_format="low-rank"), ranks=2, sharded=False, fused=False).format
         == "low-rank"

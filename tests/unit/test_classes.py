@@ -191,7 +191,7 @@ def test_the_planner_tries_every_class_in_every_format_by_the_names_that_it_alwa
 
 
 def test_every_format_of_a_class_has_a_record_unless_it_has_no_blocks() -> None:
-    known = {"dense", "low-rank", *FORMATS}
+    known = {"dense", "low-rank", "exact", *FORMATS}
     for field in dataclasses.fields(OptimusConfig):
         if field.name.endswith("_format"):
             assert set(literals_of(field.type)) <= known, field.name

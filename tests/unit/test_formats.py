@@ -40,7 +40,7 @@ MESSAGES = {
         8181818181929292929292929292a3a3a3a3a3a3a3a3a3b4b4b4b4b4b4b4b4b4c4c5c5c5c5c5c5c5c5c5d6d6d6d6d6d6
         d6d6d6e7e7e7e7e7e7e7e7e7f8f8f8f8
     """,
-    "exact": """
+    "fp32": """
         0000004300000243 0000000000000000 803f 0000000000000000000000000000
         000000c30000fcc20000f5c20000f4c20000f0c20000ecc20000e8c20000e4c20000e0c20000dcc20000d8c20000d4c2
         0000d0c20000ccc20000c8c20000c4c20000c0c20000bcc20000b8c20000b4c20000b0c20000acc20000a8c20000a4c2
@@ -94,12 +94,12 @@ def test_an_unknown_format_is_refused_with_the_known_names(ask) -> None:
 
 def test_classes_of_traffic_accept_only_formats_of_the_table_and_never_the_tests_own() -> None:
     for traffic in CLASSES:
-        known = {name for name, row in FORMATS.items() if row.largest is not None} | {"dense", "low-rank"}
+        known = {name for name, row in FORMATS.items() if row.largest is not None} | {"dense", "low-rank", "exact"}
         assert set(traffic.formats) <= known, f"{traffic.name} accepts formats that are in no row"
 
 
 def test_a_choice_without_blocks_has_no_format() -> None:
-    assert block_format("dense") is block_format("low-rank") is None
+    assert block_format("dense") is block_format("low-rank") is block_format("exact") is None
     assert [block_format(name) for name in FORMATS] == list(FORMATS)
 
 

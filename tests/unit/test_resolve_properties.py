@@ -57,7 +57,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 
 GIVEN = st.fixed_dictionaries({}, optional=VALUES)
-PRESETS = st.sampled_from(["", "--optimus-cc", "--optimus-cc balanced"])
+PRESETS = st.sampled_from(["", "--optimus-cc", "--optimus-cc balanced", "--optimus-cc exact"])
 LAYOUTS = st.builds(
     Layout,
     stages=st.integers(1, 8),
@@ -138,10 +138,12 @@ def test_a_request_becomes_a_valid_configuration_that_holds_it_or_is_refused_by_
     unasked = resolved(by_itself, layout)
     assert isinstance(unasked, Resolution)
     papers = (*SWITCHES.values(), EMBEDDING)
+    papers = (EMBEDDING,) * layout.distributed_optimizer if "exact" in preset else papers
     left_out = sum(not unasked.config.is_on(traffic) for traffic in papers) if preset else 0
+    left_out += "exact" in preset and not layout.distributed_optimizer
     left_out += "balanced" in preset and unasked.config.pipeline_forward_format == "dense"
     gathered = layout.distributed_optimizer and layout.data_parallel > 1
-    left_out += "balanced" in preset and gathered and unasked.config.param_gather_format == "dense"
+    left_out += preset not in ("", "--optimus-cc") and gathered and unasked.config.param_gather_format == "dense"
     assert len(unasked.notes) == left_out, "the preset is never refused, and says what it left out"
     assert config == wanted(dataclasses.asdict(unasked.config), fields), "what is given one by one wins, and no more"
     if "compression_seed" not in fields:

@@ -96,7 +96,7 @@ def test_training_takes_the_kernels_where_there_is_a_gpu(monkeypatch, gpus: int,
 def test_a_packing_that_the_kernels_do_not_know_goes_the_parents_way(monkeypatch) -> None:
     monkeypatch.setattr(block_launches, "_taken", lambda values, messages: True)
     monkeypatch.setattr(block_launches, "block_kernels", None, raising=False)
-    ours, parent = both("exact", False)
+    ours, parent = both("fp32", False)
     values = gaussian(NUMEL)
     messages = encoded(ours, values)
     assert torch.equal(messages, encoded(parent, values))

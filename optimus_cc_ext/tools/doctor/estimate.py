@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from optimus_cc_ext.announce import COMMUNICATORS, COMPRESSION_STATE, MESSAGE_BUFFERS
+from optimus_cc_ext.collectives.exact import ExactPlan
 from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.legs import Bytes, Span, all_reduce, bytes_of
 from optimus_cc_ext.collectives.messages import Formats
@@ -371,8 +372,13 @@ def _messages(plans: Sequence[GroupPlan], gpt: Gpt, layout: Layout, config: Opti
             gradients.append(Exchanged(reduction.slice_bytes, gpt.overlaps_gradients))
         if gather is not None:
             parameters.append(Exchanged(gather.gather_bytes, gpt.overlaps_parameters))
-            width, spans = gpt.parameter_dtype.itemsize, [layout.span(0) for layout in gather.layouts]
-            found += gather.message_bytes[0] + bucket.record.numel // gather.ranks * width
+            width = gpt.parameter_dtype.itemsize
+            found += bucket.record.numel // gather.ranks * width
+        if isinstance(gather, ExactPlan):
+            found += sum(gather.kept)
+        elif gather is not None:
+            spans = [layout.span(0) for layout in gather.layouts]
+            found += gather.message_bytes[0]
             change = max(change, max(end - start for start, end in spans) * width)
     for numel in (plan.tied_bytes // dtype.itemsize for plan in plans if plan.tied_bytes):
         if config.is_on(EMBEDDING) and formats is not None:

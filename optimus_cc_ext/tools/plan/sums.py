@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format, format_named
+from optimus_cc_ext.compressors.formats import EXACT, EXACT_BITS, SUM_FORMAT, block_format, format_named
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant, Gpu
 from optimus_cc_ext.tools.plan.model import Job
@@ -16,8 +16,13 @@ def kernel(gpu: Gpu, nbytes: float) -> float:
     return LAUNCH + moved(gpu, nbytes)
 
 
+def bits_of(form: str) -> float:
+    """Return the bits of a value in a format other than dense and low-rank; of exact messages, the expected bits."""
+    return EXACT_BITS if form == EXACT else format_named(form).bits_per_value
+
+
 def coded_bytes(values: float, form: str) -> float:
-    return values * format_named(form).bits_per_value / 8
+    return values * bits_of(form) / 8
 
 
 def in_blocks(gpu: Gpu, values: float, width: int, form: str) -> tuple[float, float]:

@@ -8,7 +8,7 @@ kernel; on an H200 int8 took 1.1 to 1.3 times as long. Low rank costs what was m
 from collections.abc import Collection
 from functools import lru_cache
 
-from optimus_cc_ext.compressors.formats import block_format, format_named
+from optimus_cc_ext.compressors.formats import EXACT, block_format, format_named
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
     DP_GRADIENTS,
@@ -25,6 +25,7 @@ from optimus_cc_ext.tools.plan.seconds import Group, all_reduce, moved, reduce_s
 from optimus_cc_ext.tools.plan.sums import (
     LAUNCH,
     added,
+    bits_of,
     block_sum,
     coded_bytes,
     in_blocks,
@@ -35,6 +36,9 @@ from optimus_cc_ext.tools.plan.sums import (
 from optimus_cc_ext.tools.plan.timeline import Sent
 
 CONTEXT = Constant(3e9, "assumed", "CUDA's context, NCCL's buffers, fragments")
+
+_EXACT_PASSES = Constant(400.0, "assumed", "some 45 operators of torch, of 8 to 10 bytes a value: no kernel of our own")
+"""Bytes that a GPU moves for each value that it encodes into exact messages, or decodes."""
 
 MEMORY_ERROR = Constant(0.1, "assumed", "two layouts of 16 H800s that ran (Pai-Megatron-Patch 643): 4 and 5 % too high")
 """Relative error of the bytes that a rank is estimated to need."""
@@ -261,6 +265,8 @@ def _gather(cluster: Cluster, job: Job, config: OptimusConfig, group: Group, par
         # A rank keeps its own shard, computes its change, and restores it; then it decodes all messages and adds them
         # to the parameters.
         coding = kernel(gpu, 7 * width * shard + nbytes / ranks) + kernel(gpu, nbytes + 5 * width * parameters)
+        if form == EXACT:
+            coding = moved(gpu, _EXACT_PASSES * (shard + parameters))
     transfer = reduce_scatter(cluster, group, nbytes) + coding * cluster.coding_scale
     return Sent(nbytes=ring_bytes(nbytes, ranks, twice=False), transfer=transfer)
 
@@ -282,9 +288,9 @@ def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
     if config.remembers(PIPELINE_BACKWARD):
         residual = job.message_rows if config.lazy_error_propagation else 0
         ours += width * job.vpp * (residual + config.compressed_backprop_rank) * job.model.hidden
-    if block_format(gathered):
+    if gathered != "dense":
         # The gather keeps this rank's message until it is sent, and its shard before the step.
-        coded = format_named(gathered).bits_per_value / 8
+        coded = bits_of(gathered) / 8
         ours += (coded + job.value_bytes) * shards
         ring = max(ring, coded * parameters)
     ours += min(ring, config.message_memory * 1e6)

@@ -1,0 +1,113 @@
+"""Differences of weights that leave training, to the bit: a copy elsewhere becomes the new model from few bytes.
+
+    delta = deltas.encode(before, after)    # where the model is trained: lists of tensors, in the same order
+    after = deltas.apply(copy, delta)       # wherever a copy of `before` is
+
+Where few values change, as in reinforcement learning at small learning rates, only these are sent, with the distances
+between their places. How the bytes travel is up to the caller.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from optimus_cc_ext.compressors import exact
+from optimus_cc_ext.errors import OptimusError
+
+_HEADER = struct.Struct("<8sIII")
+"""Signature, number of tensors, and checksums of the old values and of all that follows the header."""
+
+_PART = struct.Struct("<QQQ")
+"""Header of a tensor: the number of its changed values, with the bytes of their distances and of the values; or all
+zeros but the last.
+"""
+
+_SIGNATURE = b"OCCdelta"
+_FEW = 1 / 8
+"""Share of values below which only those that change are sent."""
+
+_FARTHEST = 1 << 16
+"""Distance at which a value counts as changed in any case, so that distances have 16 bits."""
+
+
+def encode(old: Iterable[Tensor], new: Iterable[Tensor]) -> bytes:
+    """Encode the change of tensors, which are of any shapes and dtypes.
+
+    Raises:
+        OptimusError: old and new tensors differ in number, shapes or dtypes.
+    """
+    before, after = list(old), list(new)
+    kinds = [[(each.shape, each.dtype) for each in side] for side in (before, after)]
+    if kinds[0] != kinds[1]:
+        raise OptimusError("deltas.encode: old and new tensors differ in number, shapes or dtypes. Give both alike")
+    checksum, body = 0, bytearray()
+    for patterns, others in zip(map(_patterns, before), map(_patterns, after), strict=True):
+        checksum = zlib.crc32(patterns.numpy(), checksum)
+        changed = (patterns != others).numpy()
+        changed[_FARTHEST - 1 :: _FARTHEST] = True
+        places = np.flatnonzero(changed)
+        near, where = b"", cast(Any, slice(None))
+        if len(places) < _FEW * len(changed):
+            gaps = torch.tensor((np.diff(places, prepend=-1) - 1).astype(np.uint16).view(np.int16))
+            near, where = _message(torch.zeros_like(gaps), gaps), places
+        values = _message(patterns[where], others[where])
+        body += _PART.pack(len(places) if near else 0, len(near), len(values)) + near + values
+    return _HEADER.pack(_SIGNATURE, len(before), checksum, zlib.crc32(body)) + body
+
+
+def apply(old: Iterable[Tensor], delta: bytes) -> list[Tensor]:
+    """Return the new tensors, on the devices of the old ones, which stay as they are.
+
+    Raises:
+        OptimusError: `delta` is no complete message of `encode`, or was made from other values than `old`.
+    """
+    before, body = list(old), delta[_HEADER.size :]
+    signature, number, checksum, of_body = _HEADER.unpack(delta[: _HEADER.size].ljust(_HEADER.size, b" "))
+    if signature != _SIGNATURE or zlib.crc32(body) != of_body:
+        raise OptimusError("deltas.apply: the bytes are damaged, or not those of deltas.encode. Send them again")
+    patterns, found = [_patterns(each).clone() for each in before], 0
+    for each in patterns:
+        found = zlib.crc32(each.numpy(), found)
+    if (len(before), found) != (number, checksum):
+        raise OptimusError(
+            "deltas.apply: the tensors are not those that the bytes were made from. Give the copy that the last delta "
+            "has made, in the same order, or send the whole model once"
+        )
+    at = 0
+    for each in patterns:
+        number, *lengths = _PART.unpack_from(body, at)
+        near, end = at + _PART.size + lengths[0], at + _PART.size + sum(lengths)
+        where: Any = slice(None)
+        if number:
+            _decode(body[at + _PART.size : near], gaps := torch.zeros(number, dtype=torch.int16))
+            where = torch.from_numpy(np.cumsum(gaps.numpy().view(np.uint16) + np.int64(1)) - 1)
+        _decode(body[near:end], values := each[where])
+        each[where] = values
+        at = end
+    return [
+        each.view(torch.uint8)[: like.nbytes].view(like.dtype).view(like.shape).to(like.device)
+        for each, like in zip(patterns, before, strict=True)
+    ]
+
+
+def _patterns(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes as flat int16 on the CPU, with a zero behind an odd number of them."""
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return (torch.cat([data, data.new_zeros(1)]) if len(data) % 2 else data).view(torch.int16)
+
+
+def _message(old: Tensor, new: Tensor) -> bytes:
+    memory = torch.empty(exact.raw_bytes(len(new)) // 8 * 8, dtype=torch.uint8)
+    nbytes = exact.encode(old, new, memory)
+    if nbytes < exact.raw_bytes(len(new)):
+        return memory[:nbytes].numpy().tobytes()
+    return memory[: exact.HEADER].numpy().tobytes() + new.numpy().tobytes()
+
+
+def _decode(message: bytes, values: Tensor) -> None:
+    exact.decode(torch.from_numpy(np.frombuffer(message, dtype=np.uint8).copy()), values)

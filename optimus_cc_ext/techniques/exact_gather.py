@@ -1,0 +1,145 @@
+"""The distributed optimizer's gather of the parameters to the bit, as differences to the values that all replicas have.
+
+A message follows from the old and the new values of the own shard, which keeps the new ones, as in vanilla Megatron: a
+gather that Megatron makes by itself needs no message. Before a step's first gather the replicas tell each other how
+long their messages are, so that all send as many bytes as the longest one has, and no message can be too long.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.collectives.calls import PendingCollective, start_all_gather, start_max
+from optimus_cc_ext.collectives.exact import ExactPlan, padded
+from optimus_cc_ext.collectives.ring import Slice
+from optimus_cc_ext.compressors import exact
+from optimus_cc_ext.errors import OptimusError
+from optimus_cc_ext.techniques.param_gather import ParamGather, Shards
+
+_PURPOSE = "exact parameter gather"
+_SIZES = 8
+"""Bytes of a slice in the search for its longest message: a ring of 4 bytes in both directions."""
+
+
+class ExactShards(Shards):
+    """Parameters of one bucket, of which each replica owns a shard; `Shards` has the arguments."""
+
+    plan: ExactPlan
+    restores = False
+    longest: "Longest"
+
+    def _cut(self) -> list[Any]:
+        return [_ExactSlice(self, *each) for each in zip(self.plan.spans, self.plan.kept, self.plan.raw, strict=True)]
+
+    def start(self) -> None:
+        self.longest.settle()
+        super().start()
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(each.longest + _SIZES for each in self.slices)
+
+
+class _ExactSlice(Slice):
+    """Slice of a gather: the same part of every shard.
+
+    Args:
+        span: the part of a shard.
+        kept: bytes of memory for the own message until it is sent.
+        raw: bytes of the longest message.
+    """
+
+    def __init__(self, shards: ExactShards, span: slice, kept: int, raw: int) -> None:
+        self._ranks, self._rank = shards.groups.whole.size(), shards.groups.whole.rank()
+        super().__init__(self._ranks * raw, shards.bucket.device)
+        self._shards, self._span, self._raw = shards, span, exact.raw_bytes(span.stop - span.start)
+        self.change_bytes = 0
+        self.message = torch.zeros(kept, dtype=torch.uint8, device=self.device)
+        self.length = self.longest = 0
+        """Bytes of the own message, and of the longest one of all ranks."""
+
+        self._messages = self.message.new_empty(0)
+        self._pending: PendingCollective | None = None
+
+    def encode(self, after: torch.Tensor, before: torch.Tensor) -> None:
+        """Encode the change of the shard's part from one value of the shard to another."""
+        with self._shards.gauge.timed(self.device):
+            self.length = exact.encode(before[self._span], after[self._span], self.message)
+
+    def cut(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (memory[: self.nbytes],)
+
+    @torch.no_grad()
+    def begin(self, *views: torch.Tensor) -> None:
+        """Send the message to all ranks, with the values themselves if its code would be no shorter."""
+        (memory,) = views
+        self._messages = memory[: self._ranks * self.longest].view(self._ranks, self.longest)
+        own = self._messages[self._rank]
+        if self.length == self._raw:
+            own[: exact.HEADER].copy_(self.message[: exact.HEADER])
+            own[exact.HEADER : self._raw].copy_(self._values(self._rank).view(torch.uint8))
+        else:
+            own[: self.length].copy_(self.message[: self.length])
+        self._pending = start_all_gather(self._messages.view(-1), own, self._shards.groups.whole, _PURPOSE)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Wait for all messages, and write the new values of all other ranks."""
+        assert self._pending is not None, "the slice has begun"
+        self._pending.wait()
+        with self._shards.gauge.timed(self.device):
+            for rank, message in enumerate(self._messages):
+                if rank != self._rank and not exact.decode(message, self._values(rank)):
+                    raise OptimusError(
+                        f"rank {dist.get_rank()}: parameters of replica {rank}'s shard differ from its own, which "
+                        "were written on some replicas alone, or between the step and its gather. Give "
+                        "--param-gather-format dense, whose gather makes them equal"
+                    )
+
+    def _values(self, rank: int) -> torch.Tensor:
+        """Return the slice's part of a rank's shard, as it is now."""
+        shards, length = self._shards, self._shards.plan.numel // self._ranks
+        return shards.bucket.parameters[rank * length :][self._span]
+
+
+class Longest:
+    """Search for the longest message of each slice over all replicas; it begins when it is made.
+
+    All replicas make it for the same buckets, in the same order.
+    """
+
+    def __init__(self, written: Sequence[ExactShards]) -> None:
+        self._slices = [each for shards in written for each in shards.slices]
+        lengths = [each.length for each in self._slices]
+        self._lengths = torch.tensor(lengths, dtype=torch.int32, device=written[0].bucket.device)
+        self._pending: PendingCollective | None = start_max(self._lengths, written[0].groups.whole, _PURPOSE)
+        for shards in written:
+            shards.longest = self
+
+    def settle(self) -> None:
+        """Let each slice know its longest message; the host waits, once for all slices."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            for each, length in zip(self._slices, self._lengths.tolist(), strict=True):
+                each.longest = padded(length)
+
+
+class ExactGather(ParamGather):
+    """Gathers of all buckets of this rank to the bit."""
+
+    kind = ExactShards
+
+    @contextmanager
+    def updating(self, buckets: Sequence[object]) -> Iterator[None]:
+        with super().updating(buckets):
+            yield
+        groups: dict[dist.ProcessGroup, list[Any]] = {}
+        for shards in self.of(buckets):
+            if shards.updated:
+                groups.setdefault(shards.groups.whole, []).append(shards)
+        for written in groups.values():
+            Longest(written)

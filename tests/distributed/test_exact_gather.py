@@ -1,0 +1,100 @@
+"""Exact parameter gather over real ranks: all replicas have the owners' values, to the bit."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from optimus_cc_ext.collectives.exact import ExactPlan, padded
+from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.compressors.exact import HEADER, raw_bytes
+from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import PARAM_GATHER
+from optimus_cc_ext.errors import FlagError, OptimusError
+from optimus_cc_ext.techniques.bucket import Bucket
+from optimus_cc_ext.techniques.exact_gather import ExactGather
+from tests.forked_ranks import run_ranks
+
+RANKS, STEPS = 3, 4
+SIZES = (3 * 5000, 3 * 301, 3 * 3)
+
+
+def _start(numel: int) -> torch.Tensor:
+    return (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 0.02).bfloat16()
+
+
+def _after(numel: int, step: int) -> torch.Tensor:
+    """Return the owners' values after a step, whose size differs by shard; in step 2 the second shard goes astray."""
+    flat, generator = _start(numel).float(), torch.Generator().manual_seed(step)
+    size = torch.tensor([1e-5, 1e-4, 3e-4]).repeat_interleave(numel // RANKS)
+    flat += size * step * torch.randn(numel, generator=generator)
+    if step == 2:
+        flat.view(RANKS, -1)[1] = torch.randn(numel // RANKS, generator=generator).exp() * 1e5
+    return flat.bfloat16()
+
+
+def _gather(slot_bytes: int | None, fault: str) -> list[list[int]]:
+    """Gather some buckets at once, each step; return each step's bytes of messages by bucket."""
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.group.WORLD
+    technique = ExactGather(OptimusConfig(param_gather_format="exact"), PARAM_GATHER)
+    flats = [_start(numel) for numel in SIZES]
+    buckets = [Bucket.of(flat) for flat in flats]
+    plans = [ExactPlan(numel=each.numel(), dtype=each.dtype, ranks=RANKS, slot_bytes=slot_bytes) for each in flats]
+    shards = [
+        technique.add_bucket(bucket, plan, Groups(world), together=True)
+        for bucket, plan in zip(buckets, plans, strict=True)
+    ]
+    found = []
+    for step in range(STEPS):
+        with technique.updating([bucket.of_megatron for bucket in buckets]):
+            for flat in flats:
+                flat.view(RANKS, -1)[rank].copy_(_after(flat.numel(), step).view(RANKS, -1)[rank])
+        for flat in flats:
+            own = flat.view(RANKS, -1)[rank]
+            assert torch.equal(own, _after(flat.numel(), step).view(RANKS, -1)[rank]), "the owner keeps its new values"
+        if fault == "another's copy" and step == 1 and rank == 0:
+            flats[0][-1] += 1
+        refused = fault and step == 1 and rank == 0
+        with pytest.raises(OptimusError, match="parameters of replica 2's shard differ") if refused else nullcontext():
+            technique.gather(shards).wait()
+        if fault and step == 1:
+            break
+        for flat in flats:
+            assert torch.equal(flat.view(torch.int16), _after(flat.numel(), step).view(torch.int16)), f"step {step}"
+        found.append([each.sent_bytes for each in shards])
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("slot_bytes", [None, 3 * 3072])
+def test_all_replicas_have_the_owners_values_to_the_bit_through_steps_that_do_not_compress(
+    slot_bytes: int | None,
+) -> None:
+    first, *others = run_ranks(RANKS, _gather, slot_bytes, "")
+    assert all(each == first for each in others), "the longest message is the same on all ranks"
+    still, small, astray, _ = first
+    for number, numel in enumerate(SIZES):
+        plan = ExactPlan(numel=numel, dtype=torch.bfloat16, ranks=RANKS, slot_bytes=slot_bytes)
+        assert astray[number] == sum(plan.raw) + 8 * len(plan.raw), "one rank's raw message makes all as long"
+        assert still[number] <= small[number] <= astray[number]
+    assert small[0] < 0.7 * astray[0]
+
+
+def test_a_replica_that_another_wrote_differently_ends_the_run_and_is_named() -> None:
+    run_ranks(RANKS, _gather, None, "another's copy")
+
+
+@pytest.mark.parametrize("numel", [3, 3 * 1000, 3 * 100_000])
+def test_slices_cover_a_shard_once_and_raw_messages_fit_their_slot(numel: int) -> None:
+    plan = ExactPlan(numel=numel, dtype=torch.bfloat16, ranks=3, slot_bytes=100_000)
+    assert [at for span in plan.spans for at in range(numel // 3)[span]] == list(range(numel // 3))
+    assert max(plan.gather_bytes) <= 100_000
+    for span, raw, kept in zip(plan.spans, plan.raw, plan.kept, strict=True):
+        assert raw == padded(raw_bytes(span.stop - span.start)) and kept >= HEADER and kept % 8 == 0
+
+
+def test_a_slot_too_small_for_the_ranks_is_refused_with_its_flag() -> None:
+    with pytest.raises(FlagError, match="--message-memory"):
+        ExactPlan(numel=1 << 20, dtype=torch.bfloat16, ranks=256, slot_bytes=250_000).spans  # noqa: B018
