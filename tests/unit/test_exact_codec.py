@@ -90,6 +90,15 @@ def test_small_steps_take_few_bits_and_no_step_about_one() -> None:
         assert sent(old, new)[0] * 8 / old.numel() < bits, step
 
 
+def test_steps_across_zero_are_as_small_as_others() -> None:
+    # Patterns of small numbers of both signs are far apart, and next to each other in the order of the numbers.
+    random = torch.Generator().manual_seed(1)
+    places = [torch.randint(-4, 4, (20_000,), generator=random, dtype=torch.int16) for _ in range(2)]
+    old, new = (torch.where(at < 0, at ^ 0x7FFF, at).view(torch.bfloat16) for at in places)
+    nbytes, received = sent(old, new)
+    assert same(received, new) and nbytes * 8 / old.numel() < 4
+
+
 def test_parts_that_step_differently_have_tables_of_their_own() -> None:
     parts = [trained(exact._KIND, step, torch.bfloat16, seed) for seed, step in enumerate((1e-5, 1e-3))]
     alone = sum(sent(*part)[0] for part in parts)
@@ -129,13 +138,13 @@ def test_messages_are_the_same_each_time() -> None:
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_other_old_values_are_noticed_and_nothing_is_written(raw: bool) -> None:
-    old, new = trained(3000, 1e-4, torch.bfloat16)
-    new = patterns(3000, torch.bfloat16, 1) if raw else new
+    old, new = trained(3003, 1e-4, torch.bfloat16)
+    new = patterns(3003, torch.bfloat16, 1) if raw else new
     message = torch.zeros(6000, dtype=torch.uint8)
     nbytes = exact.encode(old, new, message)
-    assert (nbytes == exact.raw_bytes(3000)) == raw
+    assert (nbytes == exact.raw_bytes(3003)) == raw
     message = torch.cat([message[: exact.HEADER], new.view(torch.uint8)]) if raw else message[:nbytes]
-    for at in (0, 1500, 2999):
+    for at in (0, 1500, 3000, 3002):
         other = old.clone()
         other.view(torch.int16)[at] ^= 1
         before = other.clone()
