@@ -1,11 +1,13 @@
 """Plan of a gather of exact differences, whose messages are as long as the differences need it."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from optimus_cc_ext.collectives.legs import Leg, Span, gather
+from optimus_cc_ext.collectives.ring import SLOTS
 from optimus_cc_ext.compressors.exact import HEADER, raw_bytes
 from optimus_cc_ext.compressors.formats import EXACT_BITS
 from optimus_cc_ext.errors import FlagError
@@ -52,8 +54,9 @@ class ExactPlan:
         if self.slot_bytes is not None:
             most = min(length, (self.slot_bytes // self.ranks // _ROUNDED * _ROUNDED - HEADER) // 2)
         if most < min(length, _LEAST):
-            reason = f"messages of {_LEAST} values from each of {self.ranks} ranks do not fit"
-            raise FlagError("--message-memory", reason, "Give more")
+            needed = SLOTS * self.ranks * padded(raw_bytes(_LEAST)) / 1e6
+            reason = f"messages of {_LEAST} values from each of {self.ranks} ranks need {needed:.2f} MB"
+            raise FlagError("--message-memory", reason, f"Give at least {math.ceil(needed)}")
         return [slice(start, min(start + most, length)) for start in range(0, length, max(1, most))]
 
     @property

@@ -34,6 +34,12 @@ class ExactShards(Shards):
     def _cut(self) -> list[Any]:
         return [_ExactSlice(self, *each) for each in zip(self.plan.spans, self.plan.kept, self.plan.raw, strict=True)]
 
+    def encode(self) -> None:
+        """Encode the change since `keep`; after a second step without a gather, Megatron's own has to follow."""
+        unsent, self.updated = self.updated, False
+        if not unsent:
+            super().encode()
+
     def start(self) -> None:
         self.longest.settle()
         super().start()

@@ -64,6 +64,11 @@ def _gather(slot_bytes: int | None, fault: str) -> list[list[int]]:
         for flat in flats:
             assert torch.equal(flat.view(torch.int16), _after(flat.numel(), step).view(torch.int16)), f"step {step}"
         found.append([each.sent_bytes for each in shards])
+    for _ in range(2):
+        with technique.updating([bucket.of_megatron for bucket in buckets]):
+            for flat in flats:
+                flat.view(RANKS, -1)[rank].mul_(1.5)
+    assert fault or not any(each.updated for each in shards), "two steps without a gather: Megatron's own follows"
     dist.barrier()
     return found
 
@@ -96,5 +101,5 @@ def test_slices_cover_a_shard_once_and_raw_messages_fit_their_slot(numel: int) -
 
 
 def test_a_slot_too_small_for_the_ranks_is_refused_with_its_flag() -> None:
-    with pytest.raises(FlagError, match="--message-memory"):
+    with pytest.raises(FlagError, match=r"--message-memory: .* need 2.62 MB. Give at least 3"):
         ExactPlan(numel=1 << 20, dtype=torch.bfloat16, ranks=256, slot_bytes=250_000).spans  # noqa: B018
