@@ -64,7 +64,7 @@ def _gather(slot_bytes: int | None, fault: str) -> list[list[int]]:
         for flat in flats:
             assert torch.equal(flat.view(torch.int16), _after(flat.numel(), step).view(torch.int16)), f"step {step}"
         found.append([each.sent_bytes for each in shards])
-    for _ in range(2):
+    for _ in range(0 if fault else 2):
         with technique.updating([bucket.of_megatron for bucket in buckets]):
             for flat in flats:
                 flat.view(RANKS, -1)[rank].mul_(1.5)
