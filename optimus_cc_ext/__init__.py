@@ -5,6 +5,7 @@ tests/unit/test_house.py checks which folder may import which. Start reading at 
 for a custom loop, and at docs/develop/how-it-works.md for the way of a gradient through the code.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from optimus_cc_ext._version import __version__
@@ -13,7 +14,11 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import FlagError, OptimusError, RanksDisagree, UnfitState, UnsupportedMegatron
 
 if TYPE_CHECKING:
+    from optimus_cc_ext.ddp import ddp_hook
     from optimus_cc_ext.hooks import Handle
+
+_LATER = {"Handle": "optimus_cc_ext.hooks", "ddp_hook": "optimus_cc_ext.ddp"}
+"""Names and their modules, which are imported at their first use: they need torch, and most commands do not."""
 
 __all__ = [
     "FlagError",
@@ -25,14 +30,15 @@ __all__ = [
     "UnsupportedMegatron",
     "__version__",
     "compress",
+    "ddp_hook",
     "pad_buckets",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `Handle`, a type for annotations, at its first use: it needs torch, and most commands do not."""
-    if name == "Handle":
-        from optimus_cc_ext.hooks import Handle
-
-        return Handle
+    """Import a name of `_LATER`."""
+    if name == "fsdp2":
+        return importlib.import_module("optimus_cc_ext.fsdp2")
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,8 +4,9 @@ Nothing here has state across calls. Plans and codecs are kept for the tensors t
 and tables of kernels, and no process group. Messages come from torch's allocator.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import batched, chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups, names_of, new_group
 from optimus_cc_ext.collectives.messages import AllGather, BlockCodecs, Formats, Tools
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels, levels_of, this_node
+from optimus_cc_ext.collectives.ranges import Range
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, format_named
 
@@ -51,8 +53,9 @@ class Work:
 
 
 def all_reduce(
-    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Group = None, async_op: bool = False, *, format: str
-) -> Work | None:
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Group = None, async_op: bool = False, *, format: str,
+    coded: Sequence[Range] | None = None,
+) -> Work | None:  # fmt: skip
     """Sum a tensor over all ranks of a group, in place; afterwards it has the same bits on all of them.
 
     Args:
@@ -62,6 +65,9 @@ def all_reduce(
         async_op (bool, optional): Whether this should only be started; the result is there after ``wait()``.
         format (str): Block format of the values on their way to the rank that adds them up: "int8" or "int4". Sums come
             back in "int8".
+        coded (sequence, optional): Ranges of the flat tensor, as (start, length) in ascending order, whose values
+            travel in this format; all others travel as they are. No block crosses the end of a range. If None, one
+            range has all values.
 
     Returns:
         A handle with ``wait()`` if async_op is True. None if it is not, or if this rank is not in the group.
@@ -74,7 +80,8 @@ def all_reduce(
         return None
     _check("all_reduce", op, tensor)
     ranks, flat = groups.whole.size(), tensor.view(-1)
-    plan = _plan(flat.numel(), flat.dtype, ranks, False, groups.levels, groups.place, format, _format_of_sums(format))
+    ranges, sums = _ranges("all_reduce", coded, flat), _format_of_sums(format)
+    plan = _plan(flat.numel(), ranges, flat.dtype, ranks, False, groups.levels, groups.place, format, sums)
     exchange = plan.bind(groups, Tools(device=flat.device, codecs=_codecs(flat.device, plan.formats)))
     exchange.start(flat)
 
@@ -87,7 +94,7 @@ def all_reduce(
 
 def reduce_scatter_tensor(
     output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Group = None,
-    async_op: bool = False, *, format: str,
+    async_op: bool = False, *, format: str, coded: Sequence[Range] | None = None,
 ) -> Work | None:  # fmt: skip
     """Sum a tensor over all ranks of a group, and give each rank its part of the sum.
 
@@ -95,8 +102,8 @@ def reduce_scatter_tensor(
 
     Args:
         output (Tensor): Receives part d of the sum on rank d; it may be a view of ``input``.
-        input (Tensor): Tensor to be summed, as long as the outputs of all ranks together. It is not changed.
-        op, group, async_op: As in ``all_reduce``.
+        input (Tensor): Tensor to be summed, as long as the outputs of all ranks together. Afterwards it is as before.
+        op, group, async_op, coded: As in ``all_reduce``.
         format (str): Block format of the values on their way to the rank that adds them up: "int8" or "int4".
 
     Returns:
@@ -115,15 +122,22 @@ def reduce_scatter_tensor(
             f"reduce_scatter_tensor: input tensor must be the same size as output size times world size: it has "
             f"{input.numel()} values, not {output.numel()} times {ranks}"
         )
-    flat = input.view(-1).clone()  # a node's sums are added up in place
-    plan = _plan(flat.numel(), flat.dtype, ranks, True, groups.levels, groups.place, format, format)
+    flat = input.view(-1)
+    if groups.levels.two:
+        flat = flat.clone()  # a node's sums are added up in place
+    ranges = _ranges("reduce_scatter_tensor", coded, flat)
+    plan = _plan(flat.numel(), ranges, flat.dtype, ranks, True, groups.levels, groups.place, format, format)
     exchange = plan.bind(groups, Tools(device=flat.device, codecs=_codecs(flat.device, plan.formats)))
+    start, length = groups.own_range(flat.numel())
+    own = flat[start : start + length]  # the only part that changes in one level
+    before = own.clone()
     exchange.start(flat)
 
     def finish() -> None:
         exchange.finish()
-        start, length = groups.own_range(flat.numel())
-        output.view(-1).copy_(_average(flat[start : start + length], op, ranks))
+        total = _average(own, op, ranks).clone()
+        own.copy_(before)
+        output.view(-1).copy_(total)  # it may be a view of the own part
 
     return _result(finish, flat.device, async_op)
 
@@ -157,7 +171,7 @@ def all_gather_into_tensor(
             f"all_gather_into_tensor: output tensor size must be equal to world_size times input tensor size: it has "
             f"{output.numel()} values, not {ranks} times {input.numel()}"
         )
-    plan = _plan(output.numel(), output.dtype, ranks, True, ONE_LEVEL, 0, format, format)
+    plan = _plan(output.numel(), _ranges("", None, output), output.dtype, ranks, True, ONE_LEVEL, 0, format, format)
     codec, nbytes = _codecs(output.device, plan.formats).gradients, plan.message_bytes[0]
     messages = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=output.device)
     (layout,), (own,) = plan.layouts, plan.own_layouts(rank, (rank * input.numel(),))
@@ -250,12 +264,28 @@ def _format_of_sums(format: str) -> str:
     return format if format_named(format).largest is None else SUM_FORMAT
 
 
-@lru_cache(maxsize=64)
+def _ranges(name: str, coded: Sequence[Range] | None, tensor: torch.Tensor) -> tuple[Range, ...]:
+    """Return the ranges of a tensor that are encoded.
+
+    Raises:
+        ValueError: they are not in ascending order, they overlap, or they leave the tensor.
+    """
+    ranges = ((0, tensor.numel()),) if coded is None else tuple(coded)
+    edges = [0, *chain.from_iterable((start, start + length) for start, length in ranges), tensor.numel()]
+    if edges != sorted(edges):
+        raise ValueError(f"{name}: coded must be ascending ranges inside of the tensor's {tensor.numel()} values")
+    return ranges
+
+
+@lru_cache(maxsize=128)
 def _plan(
-    numel: int, dtype: torch.dtype, ranks: int, sharded: bool, levels: Levels, place: int, format: str, sums: str
-) -> ExchangePlan:
+    numel: int, coded: tuple[Range, ...], dtype: torch.dtype, ranks: int, sharded: bool, levels: Levels, place: int,
+    format: str, sums: str,
+) -> ExchangePlan:  # fmt: skip
+    edges = [0, *chain.from_iterable((start, start + length) for start, length in coded), numel]
+    dense = [(start, end - start) for start, end in batched(edges, 2) if start < end]
     return ExchangePlan(
-        numel=numel, coded=[(0, numel)], dtype=dtype, ranks=ranks, sharded=sharded, formats=Formats(format, sums),
+        numel=numel, coded=coded, dense=dense, dtype=dtype, ranks=ranks, sharded=sharded, formats=Formats(format, sums),
         levels=levels, place=place,
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ LONG_FORMS = {
 KNOWN = {
     "hardware, networks, signals": "AMD AVX CPU CUDA EPYC GPU HDR NDR NIC NVIDIA RDMA SHARP SIGKILL SIGTERM SIGUSR TB "
     "GB MB TFLOPS",
-    "names in Megatron's and torch's command lines and logs": "DDP FP FSDP GEMM GPT LM NCCL NGC SGD",
+    "names in Megatron's and torch's command lines and logs": "DDP FP FSDP GEMM GPT HSDP LM NCCL NGC SGD",
     "programming": "API BPE C CI CSV DEBUG INFO JSON PATH TOML WARNING",
     "a reader's questions": "I",
     "Slurm's words": "FAILED QOS",
