@@ -443,7 +443,7 @@ class _SumSlice(Slice):
     def end(self) -> None:
         """Add up the own part, and decode the sums if they are gathered."""
         self.add_up()
-        if self._gather.wait():
+        if self._exchange.sends_later and self._gather.wait():
             exchange = self._exchange
             with exchange.gauge.timed(self.device):
                 exchange.codecs.sums.decode(self._sums, self._layout, exchange.flat)

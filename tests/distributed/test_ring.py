@@ -266,3 +266,27 @@ def test_what_a_failed_pass_left_under_way_neither_ends_nor_gives_its_slot_to_an
     [(written, free)] = run_ranks(1, _forgotten)
     # The third one of the next pass uses the slot of the first one again.
     assert written == [64, 64, 0, 128, 64, 128] and free == 2
+
+
+def _after_a_failed_pass(failed: bool) -> torch.Tensor:
+    """Reduce to shards, after a pass that failed while it gathered whole gradients."""
+    dist.init_process_group("gloo")
+    bucket, used, lane = bucket_of(0, torch.float32), codecs(), Ring().lane(urgent=True)
+    coded, dense = bucket.ranges
+    plan = ExchangePlan(
+        numel=bucket.flat.numel(), coded=coded, dense=dense, dtype=torch.float32, ranks=RANKS, sharded=True,
+        formats=used.formats,
+    )  # fmt: skip
+    exchange = plan.bind(Groups(dist.group.WORLD), Tools(device=bucket.flat.device, codecs=used, lane=lane))
+    if failed:
+        exchange.start(bucket.flat.clone(), whole=True)
+        exchange.second_phase()
+        lane.forget()
+    exchange.start(bucket.flat)
+    exchange.finish()
+    return bucket.flat
+
+
+def test_a_gather_of_whole_gradients_that_failed_is_not_decoded_in_the_next_pass() -> None:
+    failed, new = (run_ranks(RANKS, partial(_after_a_failed_pass, before)) for before in (True, False))
+    assert all(map(torch.equal, failed, new))
