@@ -20,6 +20,8 @@ from tests.forked_ranks import run_ranks
 
 RANKS = 4
 
+pytestmark = pytest.mark.ci
+
 
 class Model(nn.Module):
     """Matrices whose rows do not divide among the ranks, vectors, and two modules that are sharded together."""
