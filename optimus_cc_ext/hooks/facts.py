@@ -22,7 +22,8 @@ _OTHER_NAMES = {
 _DEFAULTS = {
     "num_experts": None, "expert_model_parallel_size": 1, "mtp_num_layers": None,
     "pipeline_model_parallel_layout": None, "use_distributed_optimizer": False, "optimizer": "adam",
-    "use_precision_aware_optimizer": False, "bf16": False, "fp16": False,
+    "use_precision_aware_optimizer": False, "overlap_param_gather_with_optimizer_step": False, "bf16": False,
+    "fp16": False,
 }  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def options_from(model: Any, ddp: Any, optimizer: Any, **known: Any) -> argparse
         known: options that replace those of the configurations.
     """
     found = _DEFAULTS | {_OTHER_NAMES.get(name, name): value for name, value in (vars(ddp) | vars(model)).items()}
-    for name in ("optimizer", "use_precision_aware_optimizer"):
+    for name in ("optimizer", "use_precision_aware_optimizer", "overlap_param_gather_with_optimizer_step"):
         value = getattr(optimizer, name, None)
         found[name] = value if isinstance(value, type(_DEFAULTS[name])) else _DEFAULTS[name]
     return argparse.Namespace(**found | known)
