@@ -72,12 +72,12 @@ def test_tokens_that_leave_a_node_once_train_as_vanilla_in_every_layout(runs):
     assert_alike(*runs)
 
 
-CODED = replace(VANILLA.but("tokens once a node in int8", ours=BOTH), before=ON_NODES_OF_2)
-CODED_DIRECT = CODED.but("tokens direct in int8", ours="--expert-exchange direct")
+CODED = replace(VANILLA.but("tokens once a node in int8", ours=f"{BOTH} --expert-exchange auto"), before=ON_NODES_OF_2)
+CODED_DIRECT = replace(VANILLA.but("tokens direct in int8", ours=BOTH), before=ON_NODES_OF_2)
 
 
 @uses(in_ci(VANILLA, CODED, CODED_DIRECT))
-def test_rows_of_8_bits_go_once_a_node_by_themselves(runs):
+def test_rows_of_8_bits_go_once_a_node_where_auto_finds_that_it_saves(runs):
     vanilla, coded, direct = runs
     assert coded.ranks[0].losses == pytest.approx(vanilla.ranks[0].losses, rel=1e-3)
     assert coded.ranks[0].losses != vanilla.ranks[0].losses
@@ -95,9 +95,10 @@ def test_rows_of_8_bits_go_once_a_node_by_themselves(runs):
     assert not any("tokens leave a node once" in line for line in direct.said)
 
 
+BALANCED = "--optimus-cc balanced --no-dp-compression --expert-exchange auto --compression-trial"
 ON_TRIAL = [
     replace(
-        VANILLA.but(f"tokens on trial, {way}", ours="--optimus-cc balanced --no-dp-compression --compression-trial"),
+        VANILLA.but(f"tokens on trial, {way}", ours=BALANCED),
         before=(*ON_NODES_OF_2, partial(interventions.forced_way, dense=way == "dense")),
     )
     for way in ("dense", "compressed")
@@ -114,7 +115,9 @@ def test_a_trials_dense_steps_are_megatrons_own_exchange(runs):
 
 
 _SAVED = "--train-iters 4 --lr-decay-iters 4 --ckpt-format torch"
-WHOLE = replace(VANILLA.but("tokens once a node, 4 iterations", flags=_SAVED, ours=BOTH), before=ON_NODES_OF_2)
+WHOLE = replace(
+    VANILLA.but("tokens once a node, 4 iterations", flags=_SAVED, ours=f"{BOTH} {ONCE}"), before=ON_NODES_OF_2
+)
 SAVED = WHOLE.but("tokens once a node, saved", flags="--save {here} --save-interval 2 --exit-interval 2")
 RESUMED = WHOLE.but("tokens once a node, resumed", flags="--load {loaded}", loaded=SAVED)
 
