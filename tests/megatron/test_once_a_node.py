@@ -52,13 +52,15 @@ LAYOUTS = [
 
 
 def assert_alike(vanilla: Run, ours: Run, layers: int = 2) -> None:
+    # A token of one expert goes to one node in both ways, and the bits of its experts besides.
+    most = 1.02 if "--moe-router-topk 1 " in vanilla.spec.flags else 1.0
     for rank, plain in zip(ours.ranks, vanilla.ranks, strict=True):
         if plain.losses[0] is not None:  # the last stage has them
             assert rank.losses == pytest.approx(plain.losses, rel=2e-6)
         assert rank.grad_norms == pytest.approx(plain.grad_norms, rel=2e-5)
         assert len(rank.probed) >= layers and sum(rank.probed) > 0, "dispatches were compared"
         raw, sent = rank.ours.leaving
-        assert 0 < sent < raw
+        assert 0 < sent < most * raw
     assert any("tokens leave a node once" in line for line in ours.said)
 
 
