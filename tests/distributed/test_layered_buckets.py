@@ -13,6 +13,8 @@ from tests.allocations import Watch
 from tests.distributed.buckets import Bucket, of_layers, reduce
 from tests.forked_ranks import run_ranks
 
+pytestmark = pytest.mark.ci
+
 RANK = 2
 
 

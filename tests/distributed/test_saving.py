@@ -16,6 +16,8 @@ from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.errors import OptimusError
 from tests.forked_ranks import run_ranks
 
+pytestmark = pytest.mark.ci
+
 SETTINGS: dict[str, dict[str, Any]] = {"dp_compression": {"--dp-compression-rank": 4}}
 TOPOLOGY = {"the number of ranks": 2}
 RESTORED = ["the state of DP gradients is restored from iteration 7"]

@@ -14,6 +14,8 @@ from optimus_cc_ext.errors import FlagError
 from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
 
+pytestmark = pytest.mark.ci
+
 INT8 = OptimusConfig(
     pipeline_forward_format="int8", compressed_backprop_format="int8", dp_compression_format="int8",
 )  # fmt: skip

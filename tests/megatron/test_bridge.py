@@ -14,6 +14,8 @@ from optimus_cc_ext.bridge import Compression
 from optimus_cc_ext.errors import FlagError
 from tests.forked_ranks import run_ranks
 
+pytestmark = pytest.mark.ci
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
 RANKS = {"compressed_backprop_rank": 4, "dp_compression_rank": 8}
 

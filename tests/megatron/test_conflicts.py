@@ -30,6 +30,8 @@ from tests.megatron.test_bad_input import (
     outputs,
 )
 
+pytestmark = pytest.mark.ci
+
 __all__ = ["outputs"]  # a fixture
 
 FP8 = "--use-distributed-optimizer --bf16 --transformer-impl transformer_engine "

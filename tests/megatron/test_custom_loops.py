@@ -20,6 +20,8 @@ from optimus_cc_ext.hooks.attaching import attach
 from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
 
+pytestmark = pytest.mark.ci
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "python.md"
 STEPS, WARMUP = 4, 1
 

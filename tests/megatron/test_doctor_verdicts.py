@@ -16,6 +16,8 @@ import torch
 from tests.forked_ranks import run_ranks
 from tests.megatron.test_doctor import PP2, TINY, ask_doctor
 
+pytestmark = pytest.mark.ci
+
 GPT = (
     "--train-iters 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 500 --seq-length 64 "
     "--max-position-embeddings 64 --bf16 --eval-iters 0"

@@ -14,6 +14,8 @@ from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
 from tests.megatron_runs import run_megatron
 
+pytestmark = pytest.mark.ci
+
 LEFT_OUT = "leaves out embedding: the tied embedding is frozen, so nothing of it is summed"
 
 

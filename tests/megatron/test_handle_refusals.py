@@ -13,6 +13,8 @@ from optimus_cc_ext.errors import OptimusError
 from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
 
+pytestmark = pytest.mark.ci
+
 FE = OptimusConfig(fused_embedding_sync=True)
 SC = OptimusConfig(dp_compression_format="int8")
 

@@ -19,6 +19,8 @@ from tests.megatron.runs import (
 from tests.megatron.specs import Run, full, in_ci, uses
 from tests.megatron_runs import last_stage_losses, relative_gap
 
+pytestmark = pytest.mark.ci
+
 # A stage's 2 layers have, beside the experts', 2 attention matrices and a router each.
 COMPRESSED = 6
 

@@ -17,6 +17,8 @@ from tests.forked_ranks import run_ranks
 from tests.megatron import own_loops
 from tests.megatron.recording import hash_of
 
+pytestmark = pytest.mark.ci
+
 STEPS = 3
 SHARDED = {"in_bf16": True, "use_distributed_optimizer": True}
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}

@@ -1,7 +1,11 @@
 """Law: no wait on the compute stream for a compressed message that is sent, in Megatron's own schedules over gloo."""
 
+import pytest
+
 from tests.megatron import runs as table
 from tests.megatron.specs import Run, full, uses
+
+pytestmark = pytest.mark.ci
 
 
 def compressed_sends(run: Run) -> list[dict]:

@@ -12,6 +12,8 @@ from optimus_cc_ext.tools.plan.traffic import DENSE
 from tests.megatron.test_doctor import ask_doctor
 from tests.plan.test_plan_bytes import planned
 
+pytestmark = pytest.mark.ci
+
 TRAINING = (
     "--seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --tokenizer-type NullTokenizer "
     "--vocab-size 32000 --bf16 --lr 1e-4 --train-iters 10 --mock-data --use-distributed-optimizer "

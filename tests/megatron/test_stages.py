@@ -1,8 +1,12 @@
 """SC in Megatron: which stages are compressed, and the bytes that this saves."""
 
+import pytest
+
 from tests.megatron import runs as table
 from tests.megatron.specs import uses
 from tests.megatron_runs import last_stage_losses
+
+pytestmark = pytest.mark.ci
 
 
 @uses(table.REPORTED)

@@ -11,6 +11,8 @@ import pytest
 
 from tests.megatron.test_launcher import ROOT, TWO_STAGES, logged_losses, mark, torchrun
 
+pytestmark = pytest.mark.ci
+
 __all__ = ["mark"]  # a fixture
 
 PYTHON = (sys.executable, "-S")

@@ -10,6 +10,8 @@ import pytest
 
 from tests.shell_scripts import ROOT, Ended, run_script
 
+pytestmark = pytest.mark.ci
+
 
 def dry_run(*flags: str, cwd: Path = ROOT, **env: str) -> Ended:
     return run_script("pretrain_gpt.sh", "--dry-run", *flags, env=env, cwd=cwd)

@@ -14,6 +14,8 @@ from optimus_cc_ext.tools import cli
 from tests.launches import Launch, call
 from tests.shell_scripts import ROOT
 
+pytestmark = pytest.mark.ci
+
 SEAMS = [
     "megatron.core.transformer.moe.token_dispatcher:all_to_all",
     "megatron.training.arguments:add_megatron_arguments",
