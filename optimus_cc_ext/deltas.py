@@ -3,8 +3,8 @@
     delta = deltas.encode(before, after)    # where the model is trained: lists of tensors, in the same order
     after = deltas.apply(copy, delta)       # wherever a copy of `before` is
 
-Where few values change, as in reinforcement learning at small learning rates, only these are sent, with the distances
-between their places. How the bytes travel is up to the caller.
+If few values change, as in reinforcement learning at small learning rates, only the changed values and the distances
+between their positions are sent. The caller transports the bytes.
 """
 
 import struct

@@ -35,7 +35,7 @@ _MARK = "_optimus_cc_unit"
 def compress(
     model: torch.nn.Module, gradients: str = "int8", replicas: DeviceMesh | None = None
 ) -> "ShardedCompression":
-    """Send gradients of a sharded model in few bits: of matrices in blocks, of vectors dense.
+    """Compress the gradients of a sharded model; the gradients of vectors are sent as they are.
 
     Collective over the ranks of the model, after `fully_shard` and before the first forward pass.
 

@@ -46,7 +46,7 @@ def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str) -> P
 
 
 def start_max(tensor: torch.Tensor, group: dist.ProcessGroup, purpose: str) -> PendingCollective:
-    """Replace each element of `tensor` by the largest one over `group`, in place."""
+    """Start an all-reduce of `tensor` with MAX over `group`, in place."""
     start = partial(dist.all_reduce, tensor, dist.ReduceOp.MAX, group, async_op=True)
     return PendingCollective(start, group, purpose)
 

@@ -16,7 +16,7 @@ _ROUNDED = 512
 """Bytes to whose multiples messages are padded."""
 
 _LEAST = 1 << 10
-"""Values below which a slice would send little but its header."""
+"""Fewest values of a slice: in a smaller one, the header would outweigh the values."""
 
 _KEPT_BITS = {torch.bfloat16: 6, torch.float16: 9}
 """Bits of a value for which a rank has memory until it sends its message; a longer message is sent raw."""

@@ -24,7 +24,7 @@ from optimus_cc_ext.collectives.legs import Bytes
 
 
 class Coding(Protocol):
-    """Wire format of rows."""
+    """Encoder and decoder of rows."""
 
     tag: str
     """The name of the traffic in errors."""
@@ -156,9 +156,11 @@ class TwoHops:
         return rows.new_zeros(self._numel, rows.shape[1]).index_copy_(0, self._first, arrived)
 
     def nbytes(self, row: int, dense: int, *, spread: bool, first: bool = False) -> Bytes:
-        """Return the bytes of `spread` or of `collect`, given those of a row as it is coded and dense.
+        """Return the bytes that this rank sends in `spread` or `collect`.
 
         Args:
+            row, dense: bytes of a row in its wire format, and uncompressed.
+            spread: True for `spread`, False for `collect`.
             first: True for the dispatch, ahead of whose rows numbers and experts' bits are sent.
         """
         numbers, inside = (self._sent, self._forwarded) if spread else (self._received, self._from_members)
@@ -196,13 +198,13 @@ def _packed(mask: Tensor, values: Tensor, number: int) -> Tensor:
 
 
 def _to_bits(chosen: Tensor) -> Tensor:
-    """Pack rows of truth values into bytes."""
+    """Pack booleans (rows, numel) into bytes, eight to a byte, the first one in the lowest bit."""
     rows, numel = chosen.shape
     padded = torch.nn.functional.pad(chosen.to(torch.uint8), (0, -numel % 8)).view(rows, -(-numel // 8), 8)
     return (padded << torch.arange(8, dtype=torch.uint8, device=chosen.device)).sum(2, dtype=torch.uint8)
 
 
 def _from_bits(bits: Tensor, numel: int) -> Tensor:
-    """Unpack rows of `numel` truth values."""
+    """Unpack bytes (rows, bytes) into booleans (rows, numel)."""
     powers = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return ((bits.unsqueeze(2) >> powers) & 1).flatten(1)[:, :numel].bool()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 HEADER = 16
-"""Bytes of a message before its first chunk."""
+"""Bytes of a message's header, which precedes the first chunk."""
 
 _CHUNK = 1 << 18
 """Values that are encoded at once: fewer would cost more in calls than they gain by the cache."""
@@ -155,7 +155,7 @@ def _restore(patterns: Tensor, tables: Tensor, ones: Tensor, low: Tensor) -> Non
 
 
 def _mask(width: Tensor) -> Tensor:
-    """Return as many ones as each width says, from the lowest bit on."""
+    """Return bit masks: for each width, a number whose lowest `width` bits are ones."""
     return torch.ones_like(width).bitwise_left_shift_(width).sub_(1)
 
 
@@ -194,7 +194,7 @@ def _packed(places: Tensor) -> Tensor:
 
 
 def _places(packed: Tensor) -> Tensor:
-    """Return the places of the ones among the bits of bytes."""
+    """Return the positions of the bits that are set in packed bytes, the lowest bit of a byte first."""
     if packed.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(np.unpackbits(packed.numpy(), bitorder="little")))
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)

@@ -71,7 +71,7 @@ class _ExactSlice(Slice):
         self._pending: PendingCollective | None = None
 
     def encode(self, after: torch.Tensor, before: torch.Tensor) -> None:
-        """Encode the change of the shard's part from one value of the shard to another."""
+        """Encode the change of this slice's part of the shard, from `before` to `after`."""
         with self._shards.gauge.timed(self.device):
             self.length = exact.encode(before[self._span], after[self._span], self.message)
 

@@ -1,4 +1,4 @@
-"""The hook for torch's DistributedDataParallel, on real gloo ranks, beside DDP without it."""
+"""Training on gloo ranks with the hook for DistributedDataParallel, compared with training without it."""
 
 import copy
 from typing import Any
