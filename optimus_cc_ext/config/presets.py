@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import comb
 from typing import Any
 
 from optimus_cc_ext.compressors.formats import BLOCK, block_format
@@ -23,7 +24,7 @@ from optimus_cc_ext.config.classes import (
     classes_among,
 )
 from optimus_cc_ext.config.flags import PRESETS, Request, add_flags, request_from
-from optimus_cc_ext.config.optimus_config import OptimusConfig
+from optimus_cc_ext.config.optimus_config import MOST_COPIES, OptimusConfig
 from optimus_cc_ext.config.options import flag_of
 from optimus_cc_ext.config.refusals import Refusal, conflicts, refusal_of, remarks
 from optimus_cc_ext.errors import FlagError
@@ -103,6 +104,35 @@ def row_width_of(model: Any) -> int:
     """Return `Layout.row_width`, from a model's configuration or from Megatron's arguments."""
     values: int = getattr(model, "moe_latent_size", None) or getattr(model, "hidden_size", None) or 1
     return 0 if values % BLOCK else values
+
+
+def direct_of(options: argparse.Namespace) -> str:
+    """Return `Layout.direct`, from Megatron's arguments or from a model's options."""
+    if getattr(options, "moe_pad_expert_input_to_capacity", False):
+        return "--moe-pad-expert-input-to-capacity has static numbers of rows, and those of distinct tokens are not"
+    if (getattr(options, "expert_tensor_parallel_size", None) or 1) > 1:
+        return "--expert-tensor-parallel-size above 1 gathers rows in another order"
+    if getattr(options, "overlap_moe_expert_parallel_comm", False):
+        return "--overlap-moe-expert-parallel-comm sends rows in another stream than their numbers"
+    return ""
+
+
+def share_of_copies(routing: tuple[int, int, int], nodes: int) -> float:
+    """Return how many rows leave for nodes if a token goes once to each, as a share of its copies for experts.
+
+    Args:
+        routing: `Layout.routing`; experts, or groups of them, are dealt out evenly, and picked evenly.
+    """
+    pool, picks, top = routing
+    missed = comb(pool - pool // nodes, picks) / comb(pool, picks)
+    return (1 - missed) * nodes / top
+
+
+def too_many_copies(routing: tuple[int, int, int], nodes: int) -> str:
+    """Return the reason for which a token once to each node saves too little; empty: it saves enough."""
+    share = share_of_copies(routing, nodes) if routing[0] >= nodes else 1.0
+    saves = share <= MOST_COPIES
+    return "" if saves else f"a token once a node is {share:.2f} of its copies for {nodes} nodes, above {MOST_COPIES}"
 
 
 def config_of(

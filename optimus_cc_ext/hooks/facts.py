@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from optimus_cc_ext.config.presets import Layout, row_width_of
+from optimus_cc_ext.config.presets import Layout, direct_of, row_width_of
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.techniques.grid import Grid
 
@@ -81,7 +81,7 @@ def layout_from(options: argparse.Namespace) -> Layout:
         expert_parallel=options.expert_model_parallel_size if options.num_experts else 0,
         row_width=row_width_of(options),
         routing=_routing(options),
-        direct=_direct(options),
+        direct=direct_of(options),
         master_copies=(options.bf16 or options.fp16) and not options.use_precision_aware_optimizer,
         train_iters=_train_iters(options),
         seed=options.seed,
@@ -138,17 +138,6 @@ def _routing(options: argparse.Namespace) -> tuple[int, int, int]:
     experts, top = options.num_experts or 0, getattr(options, "moe_router_topk", None) or 0
     groups, picks = (getattr(options, f"moe_router_{name}", None) for name in ("num_groups", "group_topk"))
     return (groups, picks, top) if groups and picks else (experts, top, top)
-
-
-def _direct(options: argparse.Namespace) -> str:
-    """Return `Layout.direct`."""
-    if getattr(options, "moe_pad_expert_input_to_capacity", False):
-        return "--moe-pad-expert-input-to-capacity has static numbers of rows, and those of distinct tokens are not"
-    if (getattr(options, "expert_tensor_parallel_size", None) or 1) > 1:
-        return "--expert-tensor-parallel-size above 1 gathers rows in another order"
-    if getattr(options, "overlap_moe_expert_parallel_comm", False):
-        return "--overlap-moe-expert-parallel-comm sends rows in another stream than their numbers"
-    return ""
 
 
 def _layer_wise(options: argparse.Namespace) -> bool:

@@ -9,13 +9,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import comb
 
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels, levels_of
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES, TrafficClass, classes_among
-from optimus_cc_ext.config.optimus_config import MOST_COPIES
-from optimus_cc_ext.config.presets import Layout
+from optimus_cc_ext.config.presets import Layout, share_of_copies, too_many_copies
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.techniques.grid import RankPlace
 
@@ -172,17 +170,6 @@ def _instance_lines(config: OptimusConfig, places: Sequence[RankPlace], instance
         )
 
 
-def share_of_copies(routing: tuple[int, int, int], nodes: int) -> float:
-    """Return how many rows leave for nodes if a token goes once to each, as a share of its copies for experts.
-
-    Args:
-        routing: `Layout.routing`; experts, or groups of them, are dealt out evenly, and picked evenly.
-    """
-    pool, picks, top = routing
-    missed = comb(pool - pool // nodes, picks) / comb(pool, picks)
-    return (1 - missed) * nodes / top
-
-
 def levels_of_experts(config: OptimusConfig, places: Sequence[RankPlace], layout: Layout) -> Levels:
     """Return the nodes among which experts' tokens go once; one level, with the reason, if they go direct.
 
@@ -193,16 +180,14 @@ def levels_of_experts(config: OptimusConfig, places: Sequence[RankPlace], layout
     found = list(dict.fromkeys(levels_of([nodes[rank] for rank in group]) for group in groups if group))
     if not found or config.expert_exchange == "direct" or not any(map(config.is_on, classes_among("experts"))):
         return ONE_LEVEL
-    levels, (pool, _, top) = found[0], layout.routing
+    levels, (*_, top) = found[0], layout.routing
     reason, once = layout.direct or levels.reason, config.expert_exchange == "once-a-node"
     if len(found) > 1 or len(levels_on := {len(set(map(nodes.get, group))) for group in groups}) > 1:
         reason = reason or "the groups of experts lie on nodes in different ways"
     elif not levels.two and not reason:
         reason = "all of a group's ranks share a node" if levels_on == {1} else "a node holds one of a group's ranks"
     if not reason and not once and top:
-        share = share_of_copies(layout.routing, levels.nodes) if pool >= levels.nodes else 1.0
-        if share > MOST_COPIES:
-            reason = f"a token once a node is {share:.2f} of its copies for {levels.nodes} nodes, above {MOST_COPIES}"
+        reason = too_many_copies(layout.routing, levels.nodes)
     if reason and once:
         raise FlagError("--expert-exchange", f"tokens cannot go once a node: {reason}", "Give auto or direct")
     return replace(levels, members=1, reason=reason) if reason or not top else levels

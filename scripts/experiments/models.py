@@ -120,6 +120,14 @@ MODELS: Mapping[str, Model] = {
         micro_batches=2,
         flags=f"{_LLAMA.flags}{_EXPERTS} 4 --moe-ffn-hidden-size 1024",
     ),
+    # As many copies of a token as published mixtures send: 32 experts, of which each token goes to 8.
+    "experts-top8": replace(
+        _MOE,
+        hidden=512,
+        vocabulary=1024,
+        micro_batches=2,
+        flags=f"{_LLAMA.flags}{_EXPERTS} 4 --num-experts 32 --moe-router-topk 8 --moe-ffn-hidden-size 256",
+    ),
     "gpt-1b": _GPT_1B,
     "llama-1b": _LLAMA_1B,
     "moe-1b": replace(

@@ -75,28 +75,51 @@ def test_each_column_by_network_is_what_its_command_prints() -> None:
     assert len(rows) >= 6 and "\n".join(rows) in section(BY_NETWORK), "\n".join(rows)
 
 
-def test_the_figures_of_a_mixture_over_nodes_are_planned_on_4_nodes_and_on_8() -> None:
+BALANCED, AUTO, BOTH, NO_COMPRESSION = (
+    ["--optimus-cc", "balanced"], ["--expert-exchange", "auto"], ["--expert-dispatch-format", "int8"], list[str]()
+)  # fmt: skip
+HYBRID = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
+WAYS = {
+    "`alltoall`": NO_COMPRESSION,
+    "with `balanced`": BALANCED,
+    "also `--expert-exchange auto`": [*BALANCED, *AUTO],
+    "also `--expert-dispatch-format int8`": [*BALANCED, *AUTO, *BOTH],
+    "HybridEP, with RDMA": HYBRID,
+}
+"""Flags of each row of the table of a mixture over nodes, by the row's first cell."""
+
+
+def over_nodes(link: str, nodes: int, flags: list[str]) -> float:
+    """Return the planned seconds of Qwen3 30B with its experts over all nodes."""
     (*_, words) = commands(section(BY_NETWORK))
-    text = " ".join(section(OVER_NODES).split())
-    for nodes, batch in (("4", "256"), ("8", "512")):
-        here = [batch if word == "256" else "link=100gbe" if word.startswith("link=") else word for word in words]
-        here[here.index("--nodes") + 1] = nodes
-        (balanced,) = printed(here)
-        (both,) = printed([*here, "--expert-dispatch-format", "int8"])
-        (hybrid,) = printed([*here, "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"])
-        vanilla, gain, seconds = (
-            float(balanced["vanilla s"]),
-            float(balanced["yours: gain %"]),
-            float(hybrid["vanilla s"]),
-        )
-        assert f"in int8 | {gain:.0f} %" in text and f"int8` | {float(both['yours: gain %']):.0f} %" in text
-        assert f"HybridEP (`flex`) | none | {100 * (1 - seconds / vanilla):.0f} %" in text
-        if nodes == "4":
-            assert (
-                f"`alltoall` takes {vanilla:.0f} s an iteration, with `balanced` {vanilla * (1 - gain / 100):.0f}"
-                in text
-            )
-            assert f"HybridEP takes {seconds:.0f} s" in text
+    here, ranks = words[: words.index("--optimus-cc")], str(8 * nodes)
+    changed = {"--sweep": f"link={link}", "--nodes": str(nodes), "--expert-model-parallel-size": ranks}
+    changed |= {"--global-batch-size": str(64 * nodes)}
+    for flag, value in changed.items():
+        here[here.index(flag) + 1] = value
+    (row,) = printed([*here, *flags])
+    return float(row["vanilla s"]) * (1 - float(row.get("yours: gain %", 0)) / 100)
+
+
+def table_over_nodes() -> list[str]:
+    """Return the rows of the table of a mixture over nodes."""
+    rows, plain = [], {nodes: over_nodes("100gbe", nodes, []) for nodes in (4, 8)}
+    for way, flags in WAYS.items():
+        taken = {nodes: over_nodes("100gbe", nodes, flags) for nodes in plain}
+        faster = (f"{plain[nodes] / taken[nodes]:.1f}" if flags else "1" for nodes in plain)
+        rows.append(f"| {way} | {taken[4]:.0f} | {' | '.join(faster)} |")
+    return rows
+
+
+def test_the_figures_of_a_mixture_over_nodes_are_planned_on_4_nodes_and_on_8() -> None:
+    rows = table_over_nodes()
+    assert "\n".join(rows) in section(OVER_NODES), "\n".join(rows)
+
+
+def test_where_rdma_runs_the_page_names_the_faster_of_once_a_node_and_hybridep() -> None:
+    for link, ours in (("roce100x1", True), ("hdr1", True), ("ndr1", True), ("ndr8", False)):
+        once, vanilla = (over_nodes(link, 4, flags) for flags in ([*BALANCED, *AUTO], []))
+        assert (once < vanilla) is ours, f"{link}: {once} s once a node, {vanilla} s with vanilla's best dispatcher"
 
 
 IN_README = {"GPT 8.3B": 1, "Llama 3 8B": 2, "Qwen3 30B": 4}
@@ -122,9 +145,12 @@ def test_the_readme_shows_cells_of_the_page() -> None:
     readme = README.read_text()
     by_network = [line for line in section(BY_NETWORK).splitlines() if line.startswith("|")]
     assert f"| {' | '.join(IN_README)} |" in readme and "\n".join(table_of_readme(by_network[2:])) in readme
-    (over_nodes,) = re.findall(r"`balanced` saves (\d+) % on 100 GbE", " ".join(readme.split()))
+    said = " ".join(readme.split())
+    ours, hybrid = re.findall(r"--expert-exchange auto` saves (\d+) % on 100 GbE; HybridEP, .*, (\d+) %\.", said)[0]
     (row,) = (cells for cells in rows_of(section(BY_NETWORK)) if cells[0] == "100 GbE")
-    assert row[6].startswith(f"{over_nodes}{UNBROKEN}")
+    assert row[6].startswith(f"{ours}{UNBROKEN}")
+    plain, *_, flex = (float(cells[1]) for cells in rows_of(section(OVER_NODES)) if cells[1].isdecimal())
+    assert abs(100 * (1 - flex / plain) - int(hybrid)) < 1
 
 
 def write(path: Path, rows: list[str]) -> None:
@@ -154,5 +180,5 @@ def test_the_page_and_the_picture_are_what_their_command_writes(tmp_path: Path) 
 
 if __name__ == "__main__":
     by_network = table_of_networks()
-    write(PAGE, by_network)
+    write(PAGE, [*by_network, *table_over_nodes()])
     write(README, table_of_readme(by_network))

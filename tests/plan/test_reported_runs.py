@@ -72,7 +72,7 @@ def test_why_qwen3_235b_in_micro_batches_of_4_is_planned_a_third_too_slow() -> N
 
 CLUSTER_FIELDS = sorted(
     {*vars(GPUS["H100"]), *vars(H100.network), "gpus_per_node", "software_scale", "coding_scale"}
-    - {"name", "sums_in_table", "scatters_twice"}
+    - {"name", "rdma", "scatters_twice"}
 )
 
 

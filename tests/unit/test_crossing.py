@@ -10,6 +10,7 @@ from optimus_cc_ext.collectives.nodes import Levels, Node
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES, PIPELINE_BACKWARD
 from optimus_cc_ext.config.presets import Layout as RunLayout
+from optimus_cc_ext.config.presets import share_of_copies
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.techniques.crossing import (
@@ -19,7 +20,6 @@ from optimus_cc_ext.techniques.crossing import (
     hops_between,
     levels_of_experts,
     levels_of_group,
-    share_of_copies,
     stays_dense,
 )
 from optimus_cc_ext.techniques.grid import RankPlace

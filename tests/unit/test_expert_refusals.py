@@ -12,11 +12,11 @@ from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.collectives.nodes import Levels
 from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT
 from optimus_cc_ext.config.flags import Request
-from optimus_cc_ext.config.presets import Layout, check_layout, describe, resolve, row_width_of
+from optimus_cc_ext.config.presets import Layout, check_layout, describe, direct_of, resolve, row_width_of
 from optimus_cc_ext.config.refusals import conflicts, remarks
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.hooks import attaching
-from optimus_cc_ext.hooks.facts import _direct, _routing
+from optimus_cc_ext.hooks.facts import _routing
 from optimus_cc_ext.tools.doctor.tokens import ExpertLayers, Tokens
 
 TOKENS = OptimusConfig(expert_dispatch_format="int8", expert_gradient_format="int8")
@@ -202,7 +202,7 @@ def test_a_preset_beside_once_a_node_does_not_try_tokens_and_auto_alone_has_no_e
     ],
 )
 def test_options_with_which_tokens_go_direct_are_named(given, direct) -> None:
-    found = _direct(options(**given))
+    found = direct_of(options(**given))
     assert found.startswith(direct) and bool(found) is bool(direct)
 
 

@@ -16,9 +16,9 @@ from optimus_cc_ext.compressors.blocks import Codec
 from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass
-from optimus_cc_ext.config.presets import Layout
+from optimus_cc_ext.config.presets import Layout, share_of_copies
 from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.techniques.crossing import levels_of_experts, share_of_copies
+from optimus_cc_ext.techniques.crossing import levels_of_experts
 from optimus_cc_ext.techniques.grid import RankPlace
 from optimus_cc_ext.tools.doctor.findings import Finding
 

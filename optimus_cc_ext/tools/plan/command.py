@@ -18,11 +18,11 @@ from optimus_cc_ext.tools.plan.flags import job_of, layout_flags
 from optimus_cc_ext.tools.plan.hardware import CLUSTERS, Cluster, cluster_of
 from optimus_cc_ext.tools.plan.left_out import left_out
 from optimus_cc_ext.tools.plan.measured import calibrated, read_run, stated_run
-from optimus_cc_ext.tools.plan.model import Job
+from optimus_cc_ext.tools.plan.model import Job, layout_of
 from optimus_cc_ext.tools.plan.nccl_tests import with_nccl_tests
 from optimus_cc_ext.tools.plan.published import band_of
 from optimus_cc_ext.tools.plan.shapes import MODELS
-from optimus_cc_ext.tools.plan.variants import VARIANTS, Band, Sweep, Variant, layout_of, points, variants
+from optimus_cc_ext.tools.plan.variants import VARIANTS, Band, Sweep, Variant, points, variants
 from optimus_cc_ext.tools.report import require as require_report
 from optimus_cc_ext.tools.report.table import Table, printed
 

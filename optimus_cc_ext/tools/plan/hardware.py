@@ -131,8 +131,10 @@ class Network:
     hop: float
     """Latency in seconds between ranks on different nodes."""
 
-    sums_in_table: bool = True
-    """True if large rings lose bandwidth by `seconds.RING_SHARE`, which was measured with RDMA."""
+    rdma: bool = True
+    """True if NICs read the memory of other nodes: DeepEP and HybridEP run, and large rings lose bandwidth by
+    `seconds.RING_SHARE`.
+    """
 
     scatters_twice: bool = False
     """True if a reduce-scatter sends as many bytes as an all-reduce, as gloo's does; NCCL's sends half of them."""
@@ -181,7 +183,7 @@ def network_of(name: str) -> Network:
     """
     if name in _TCP:
         gigabits, share = _TCP[name]
-        return Network(name=name, node_rate=_rate(gigabits, share), hop=_TCP_HOP, sums_in_table=False)
+        return Network(name=name, node_rate=_rate(gigabits, share), hop=_TCP_HOP, rdma=False)
     if (match := re.fullmatch(r"(hdr|ndr|edr|opa|efa|roce\d00x)([1-9]\d*)", name)) and match[1] in _LINES:
         gigabits, share = _LINES[match[1]]
         return Network(name=name, node_rate=_rate(int(match[2]) * gigabits, share), hop=_HOP)
@@ -271,7 +273,7 @@ def cluster_of(name: str) -> Cluster:
         raise PlanError(f'{name}: {error}. A cluster file contains {{"gpu": ..., "network": ...}}') from error
     own = ("gpus_per_node", "software_scale", "coding_scale")
     owner = {field: part for part in ("gpu", "network") for field in vars(getattr(cluster, part))}
-    known = [*own, *(field for field in owner if field not in ("name", "sums_in_table", "scatters_twice"))]
+    known = [*own, *(field for field in owner if field not in ("name", "rdma", "scatters_twice"))]
     for field, value in content.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise PlanError(f"{name}: {field}: {value!r} is not a positive number")

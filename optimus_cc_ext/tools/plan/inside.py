@@ -1,12 +1,14 @@
 """Seconds of the collectives inside a pass through one layer: tensor parallel, context parallel, experts' exchange."""
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass
+from optimus_cc_ext.config.classes import EXPERT_DISPATCH, EXPERT_GRADIENT, TrafficClass, classes_among
+from optimus_cc_ext.config.presets import share_of_copies, too_many_copies
+from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.tools.plan import seconds
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant
-from optimus_cc_ext.tools.plan.model import Job
+from optimus_cc_ext.tools.plan.model import Job, layout_of
 from optimus_cc_ext.tools.plan.seconds import Group, Seconds, all_reduce, all_to_all, reduce_scatter
-from optimus_cc_ext.tools.plan.sums import in_blocks
+from optimus_cc_ext.tools.plan.sums import in_blocks, kernel
 from optimus_cc_ext.tools.plan.timeline import ClassCost, Link, Sent, When
 
 TENSOR, CONTEXT, EXPERTS = "tensor parallel", "context parallel", "experts' exchange"
@@ -148,7 +150,23 @@ def _exchange(cluster: Cluster, job: Job, config: OptimusConfig, traffic: Traffi
     values = float(job.routed_rows * model.hidden)
     nbytes, coding = in_blocks(cluster.gpu, values, width, form)
     coding *= 2 * cluster.coding_scale
-    if job.dispatcher != "alltoall" and (mixture := model.mixture):
+    if (mixture := model.mixture) and goes_once(job, config, group):
+        # Hop 1 takes a row once to each node; hop 2 takes it on, and brings dense results to where they are added up:
+        # one after the other, in fp32. Ahead go the numbers of rows, and the bits of a row's experts.
+        nodes, members, own = group.nodes, group.per_node, mixture.experts // group.nodes
+        rail, beside = Group(nodes, 1, members * group.rings), Group(members, members, group.rings)
+        share = share_of_copies(layout_of(job).routing, nodes)
+        ahead = share * job.routed_rows * -(-own // 8), 8.0 * (1 + members) * nodes
+        legs = [share * nbytes, share * nbytes, *(ahead if traffic is EXPERT_DISPATCH else ())]
+        between = [all_to_all(cluster, rail, each) for each in legs]
+        within_node = [all_to_all(cluster, beside, each) for each in (nbytes, width * values)]
+        placed = 4 * nbytes + 4 * width * values + share * values * min(mixture.top_k, own) * (8 + width)
+        return Sent(
+            nbytes=sum(legs) * (nodes - 1) / nodes + (nbytes + width * values) * (members - 1) / members,
+            transfer=sum(between) + sum(within_node) + kernel(cluster.gpu, placed),
+            encode=coding * share, decode=coding * (1 + share) / 2,
+        )  # fmt: skip
+    if job.dispatcher != "alltoall" and mixture:
         # A token is sent once to each node that holds one of its experts, or once to each rank of the node.
         places = group.nodes if group.nodes > 1 else group.ranks
         nbytes *= places * (1 - (1 - 1 / places) ** mixture.top_k) / mixture.top_k
@@ -157,3 +175,24 @@ def _exchange(cluster: Cluster, job: Job, config: OptimusConfig, traffic: Traffi
         nbytes=2 * nbytes * (group.ranks - 1) / group.ranks,
         transfer=2 * (all_to_all(cluster, group, nbytes) + gathered), encode=coding, decode=coding,
     )  # fmt: skip
+
+
+def goes_once(job: Job, config: OptimusConfig, group: Group) -> bool:
+    """Return whether tokens go once to each node of the group of experts, as `crossing.levels_of_experts` says.
+
+    Raises:
+        FlagError: once a node was asked for, and is not possible.
+    """
+    on = any(map(config.is_on, classes_among("experts"))) and job.dispatcher == "alltoall" and job.ep > 1
+    if not on or config.expert_exchange == "direct":
+        return False
+    layout, once = layout_of(job), config.expert_exchange == "once-a-node"
+    found = {
+        "all of a group's ranks share a node": group.nodes == 1,
+        "a node holds one of a group's ranks": group.per_node == 1,
+        "its nodes hold unequal numbers of its ranks": group.ranks != group.nodes * group.per_node,
+    }
+    reason = layout.direct or next((each for each, holds in found.items() if holds), "")
+    if reason and once:
+        raise FlagError("--expert-exchange", f"tokens cannot go once a node: {reason}", "Give auto or direct")
+    return not reason and (once or not too_many_copies(layout.routing, group.nodes))

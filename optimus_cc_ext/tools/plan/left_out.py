@@ -115,6 +115,11 @@ def left_out(
         PlanError: an option may change more than `band` of the seconds.
     """
     parts, said, rest = breakdown(job, vanilla), list[str](), list(words)
+    if job.dispatcher in ("flex", "deepep") and job.ep * job.etp > cluster.gpus_per_node and not cluster.network.rdma:
+        said.append(
+            f"--moe-token-dispatcher-type flex takes RDMA between nodes: over TCP on {cluster.network.name} it "
+            "does not run, and these seconds are those of RoCE"
+        )
     if job.dispatcher == "deepep" and job.ep > 1:
         said.append("left out: DeepEP is planned as HybridEP; its one public run took 1.8 times as long as planned")
     if job.dispatcher == "ncclep" and job.ep > 1:

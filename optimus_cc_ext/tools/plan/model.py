@@ -1,8 +1,10 @@
 """A model and its layout on GPUs; contains sizes only, nothing measured."""
 
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from optimus_cc_ext.config.presets import Layout, direct_of, row_width_of
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.shapes import Model
 
@@ -303,3 +305,20 @@ class Job:
     def replace(self, **changes: object) -> "Job":
         """Return a validated copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def layout_of(job: Job) -> Layout:
+    """Return a job's layout as training would know it."""
+    mixture, overlaps = job.model.mixture, {"overlap_moe_expert_parallel_comm": job.expert_overlap}
+    return Layout(
+        stages=job.pp,
+        data_parallel=job.replicas,
+        tied_embeddings=job.shares_embedding,
+        distributed_optimizer=job.distributed_optimizer,
+        instances=job.instances,
+        master_copies=job.value_bytes == 2,
+        expert_parallel=job.ep if mixture else 0,
+        row_width=row_width_of(Namespace(hidden_size=job.model.hidden)),
+        routing=(mixture.experts, mixture.top_k, mixture.top_k) if mixture else (0, 0, 0),
+        direct=direct_of(Namespace(expert_tensor_parallel_size=job.etp, **overlaps)),
+    )

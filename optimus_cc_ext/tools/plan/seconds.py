@@ -285,7 +285,7 @@ def reduce_scatter(cluster: Cluster, group: Group, nbytes: float) -> float:
     if n == 1 or not nbytes:
         return 0.0
     if crossings:
-        share = _share(nbytes * group.rings, crossings) if cluster.network.sums_in_table else 1.0
+        share = _share(nbytes * group.rings, crossings) if cluster.network.rdma else 1.0
         rate = min(rate, cluster.network.node_rate * share / group.rings)
 
     def seconds(protocol: str) -> float:

@@ -1,14 +1,17 @@
 """Lines and tables of a plan and a sweep."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
+from optimus_cc_ext.config.classes import classes_among
 from optimus_cc_ext.tools.plan.answer import in_bf16
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant
+from optimus_cc_ext.tools.plan.inside import goes_once
 from optimus_cc_ext.tools.plan.iteration import CLASSES, breakdown, iteration
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.published import BAND, band_of, nearest, shipped
-from optimus_cc_ext.tools.plan.traffic import DENSE, MEMORY_ERROR, memory
-from optimus_cc_ext.tools.plan.variants import Gain, Point, Variant
+from optimus_cc_ext.tools.plan.seconds import Group
+from optimus_cc_ext.tools.plan.traffic import MEMORY_ERROR, memory
+from optimus_cc_ext.tools.plan.variants import Gain, Point, Variant, with_best_dispatcher
 from optimus_cc_ext.tools.report.table import Cell, Table
 
 
@@ -69,6 +72,7 @@ def lines(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant)
         f"({'iterations of the log' if cluster.error else _held_out(gpu.name, job)} within {100 * band:.0f} %)"
         f"{f'; not validated: {names}, which no public run has' if (names := ', '.join(job.unvalidated)) else ''}",
     ]
+    said += _about_dispatchers(cluster, job, found)
     for variant in (found[0], chosen)[: 1 + bool(chosen.flags)]:
         if variant.memory > gpu.memory:
             said.append(
@@ -76,7 +80,8 @@ def lines(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant)
                 f"{gpu.memory / 1e9:g}; the estimate may be {100 * MEMORY_ERROR:.0f} % off"
             )
     if narrow := in_bf16(job):
-        dense, ours = (iteration(cluster, narrow, config).seconds for config in (DENSE, chosen.config))
+        dense = iteration(cluster, with_best_dispatcher(cluster, narrow)).seconds
+        ours = iteration(cluster, narrow, chosen.config).seconds
         compressed = f"; with the flags above {ours:.3f} s" if chosen.flags else ""
         said.append(f"vanilla with --grad-reduce-in-bf16: {dense:.3f} s{compressed}")
     if job.model.mixture is None and not cluster.error and (row := nearest(shipped(), cluster, job)):
@@ -85,6 +90,30 @@ def lines(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant)
             f"{100 * (row.ratio() - 1):+.1f} %{', a row that constants were fitted on' if row.fitted else ''}"
         )
     return said
+
+
+_TOKENS = classes_among("experts")
+HYBRID = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+
+
+def _about_dispatchers(cluster: Cluster, job: Job, found: Sequence[Variant]) -> Iterator[str]:
+    """Yield the lines about the ways of tokens between nodes: Megatron's best dispatcher, and ours once a node."""
+    ours = next((v for v in found if v.name in ("yours", "balanced") and any(map(v.config.is_on, _TOKENS))), found[0])
+    once = ours.config.replace(expert_exchange="auto")
+    hybrid, seconds = with_best_dispatcher(cluster, job) is not job, {ours.name: ours.result.seconds}
+    if hybrid:
+        plain, fastest = iteration(cluster, job).seconds, found[0].result.seconds
+        yield f"vanilla is planned with HybridEP ({HYBRID}), which RDMA allows; with alltoall it takes {plain:.3f} s"
+        seconds |= {"HybridEP without compression": fastest}
+    if ours.config.expert_exchange == "direct" and goes_once(
+        job, once, Group.strided(job.ep, job.etp, cluster.gpus_per_node)
+    ):
+        name = f"{ours.name} with --expert-exchange auto, by which a token leaves a node once"
+        seconds |= {name: iteration(cluster, job, once).seconds}
+        yield f"{name}: {seconds[name]:.3f} s"
+    if hybrid and ours.flags:
+        name = min(seconds, key=lambda name: seconds[name])
+        yield f"the fastest here: {name}, {seconds[name]:.3f} s. HybridEP's plan may be off by a half: time both"
 
 
 def _count(parameters: int) -> str:

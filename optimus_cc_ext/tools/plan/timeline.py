@@ -12,7 +12,7 @@ from enum import Enum
 from statistics import fmean
 
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.classes import CLASSES, classes_among
 from optimus_cc_ext.techniques.schedule import Pass, Schedule
 
 
@@ -146,8 +146,11 @@ class Switches:
         """Return the switches of `config` on a pipeline of `stages` stages: a class is compressed on all stages or on
         none.
         """
+        # Where one class of tokens goes once a node, the other one does, too.
+        tokens = classes_among("experts")
+        on = [each for each in CLASSES if config.is_on(each) or (each in tokens and any(map(config.is_on, tokens)))]
         return cls(
-            {each.tag: frozenset(range(stages)) for each in CLASSES if config.is_on(each)},
+            {each.tag: frozenset(range(stages)) for each in on},
             epilogue_only=config.compressed_backprop_messages == "epilogue",
         )
 

@@ -9,14 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 
-from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.presets import Layout, config_of
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster, network_of
 from optimus_cc_ext.tools.plan.iteration import PlannedIteration, iteration
-from optimus_cc_ext.tools.plan.model import Job
+from optimus_cc_ext.tools.plan.model import Job, layout_of
 from optimus_cc_ext.tools.plan.published import band_of
 from optimus_cc_ext.tools.plan.traffic import DENSE, MEMORY_ERROR, check_memory
 
@@ -86,20 +85,6 @@ class Variant:
     memory: float
 
 
-def layout_of(job: Job) -> Layout:
-    """Return a job's layout as training would know it."""
-    return Layout(
-        stages=job.pp,
-        data_parallel=job.replicas,
-        tied_embeddings=job.shares_embedding,
-        distributed_optimizer=job.distributed_optimizer,
-        instances=job.instances,
-        master_copies=job.value_bytes == 2,
-        expert_parallel=job.ep if job.model.mixture else 0,
-        row_width=0 if job.model.hidden % BLOCK else job.model.hidden,
-    )
-
-
 def config_in(flags: Sequence[str], job: Job) -> OptimusConfig:
     """Return the configuration that training would use for our flags on a job; raises FlagError if it refuses them."""
     megatron = argparse.Namespace(
@@ -126,9 +111,17 @@ def fitting(flags: Sequence[str], layout: Layout) -> list[str]:
     return words
 
 
+def with_best_dispatcher(cluster: Cluster, job: Job) -> Job:
+    """Return vanilla's job with the faster of Megatron's dispatchers: HybridEP takes RDMA, and pays between nodes."""
+    between = job.ep > 1 and job.ep * job.etp > cluster.gpus_per_node
+    if job.dispatcher != "alltoall" or not between or not cluster.network.rdma:
+        return job
+    return min(job, job.replace(dispatcher="flex"), key=lambda each: iteration(cluster, each).seconds)
+
+
 class Band:
     """A job's iterations as planned, and at the two ends of all that is uncertain: against compression and in its
-    favour.
+    favour. They are compared with vanilla's best dispatcher.
     """
 
     def __init__(self, cluster: Cluster, job: Job) -> None:
@@ -142,7 +135,8 @@ class Band:
             )
             for line, coding, computation in ((1, 1, 1), (1 / LINE, CODING, 1 + off), (LINE, 1 / CODING, 1 - off))
         ]  # fmt: skip
-        self._plain = [iteration(corner, job) for corner in self._corners]
+        best = with_best_dispatcher(cluster, job)
+        self._plain = [iteration(corner, best) for corner in self._corners]
         self.vanilla = self._plain[0]
 
     def seconds(self, config: OptimusConfig) -> list[float]:

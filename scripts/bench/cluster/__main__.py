@@ -37,7 +37,7 @@ from scripts.experiments.variants import CLUSTER, VANILLA, flags_of, papers_rank
 from scripts.hosts.launch import RunFailed
 from scripts.hosts.network import UNSHAPED, NetworkError, bits_per_second, why_not
 
-TRAINED = tuple(name for name in MODELS if name in ("tiny", "small", "deep", "wide", "experts"))
+TRAINED = tuple(name for name in MODELS if name in ("tiny", "small", "deep", "wide", "experts", "experts-top8"))
 """Names of the models: four with the paper's proportions, and one with experts, for layouts of one stage."""
 
 ON_GPU = ("gpt-1b", "llama-1b", "moe-1b")

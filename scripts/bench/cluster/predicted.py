@@ -82,7 +82,7 @@ def job_in(training: Training, more: Sequence[str] = ()) -> Job:
 def cluster_of(layout: Layout, bits: float) -> Cluster:
     """Return hosts behind lines of `bits` per second; their speed of computing is fitted to measured seconds later."""
     line = Network(
-        name="shaped", node_rate=bits / 8 * _PAYLOAD, hop=_HOP, sums_in_table=False, scatters_twice=True,
+        name="shaped", node_rate=bits / 8 * _PAYLOAD, hop=_HOP, rdma=False, scatters_twice=True,
         exchange_share=_EXCHANGE,
     )  # fmt: skip
     return Cluster(gpu=GPUS["A100"], network=line, gpus_per_node=layout.ranks_per_host)
