@@ -54,6 +54,12 @@ def ranks_per_node(nodes: Sequence[Node], environment: Mapping[str, str] = os.en
     return int(environment.get("LOCAL_WORLD_SIZE", "0"))
 
 
+def rdma_cards(folder: Path = Path("/sys/class/infiniband")) -> int:
+    """Return the number of this machine's network cards that have an active port with RDMA."""
+    states = [path for path in folder.glob("*/ports/*/state") if "ACTIVE" in path.read_text()]
+    return len({path.parents[2] for path in states})
+
+
 def nodes_line(nodes: Sequence[Node]) -> str | None:
     """Return the log line about a choice of nodes that splits a machine or joins several; None: it does neither."""
     names, machines = ({getattr(node, field) for node in nodes} for field in ("name", "machine"))

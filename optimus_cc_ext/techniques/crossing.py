@@ -5,7 +5,7 @@ none of them; the data-parallel groups of these ranks add up in the same levels;
 same way, since the first and the last stage may hold a tied embedding.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -193,16 +193,33 @@ def levels_of_experts(config: OptimusConfig, places: Sequence[RankPlace], layout
     return replace(levels, members=1, reason=reason) if reason or not top else levels
 
 
-def exchange_line(config: OptimusConfig, places: Sequence[RankPlace], layout: Layout) -> str | None:
-    """Return the log line about the way of experts' tokens; None: none of them leaves a node, or is compressed."""
+def exchange_lines(
+    config: OptimusConfig, places: Sequence[RankPlace], layout: Layout, cards: int = 0
+) -> Iterator[str]:  # fmt: skip
+    """Yield the log lines about the way of experts' tokens; none if none of them leaves a node, or is compressed.
+
+    Args:
+        cards: the number of network cards with RDMA of this rank's node.
+    """
     levels = levels_of_experts(config, places, layout)
     if levels.two:
         share = share_of_copies(layout.routing, levels.nodes)
-        return (
+        yield (
             f"tokens leave a node once: {levels.nodes} nodes of {levels.members} ranks each share the experts, and "
             f"{share:.2f} of the copies are sent between them if experts get equally many"
         )
-    return f"tokens go direct to each expert: {levels.reason}" if levels.reason and not levels.inside else None
+    elif levels.reason and not levels.inside:
+        yield f"tokens go direct to each expert: {levels.reason}"
+    tokens = classes_among("experts")
+    if cards and any(map(config.is_on, tokens)) and not classes_inside(places).issuperset(tokens):
+        most = max(Counter(place.node.name for place in places).values())
+        few = "with so few cards alltoall is planned to be faster, if tokens go once a node in 8 bits"
+        faster = few if cards < most else "it is planned to be faster than alltoall in 8 bits"
+        yield (
+            f"a node has {cards} network cards with RDMA for {most} ranks, so that HybridEP may run "
+            "(--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep): "
+            f"{faster}. optimus-cc plan compares them"
+        )
 
 
 _INSTANCES = "--num-distributed-optimizer-instances"

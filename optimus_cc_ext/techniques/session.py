@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.collectives.groups import Groups
+from optimus_cc_ext.collectives.nodes import rdma_cards
 from optimus_cc_ext.collectives.ring import Ring
 from optimus_cc_ext.compressors.formats import EXACT
 from optimus_cc_ext.config import OptimusConfig
@@ -37,7 +38,7 @@ from optimus_cc_ext.techniques.clipping import UsualClipping
 from optimus_cc_ext.techniques.compressed_backprop import CompressedBackprop, CompressedForward
 from optimus_cc_ext.techniques.crossing import (
     crossing_lines,
-    exchange_line,
+    exchange_lines,
     leaving_roles,
     left_dense,
     levels_of_sums,
@@ -182,8 +183,7 @@ class Session:
             return []
         places, notes, self._fallback = agree(grid, self.config, layout)
         notes += crossing_lines(self.config, places, layout.instances)
-        if (line := exchange_line(self.config, places, layout)) is not None:
-            notes.append(line)
+        notes += exchange_lines(self.config, places, layout, rdma_cards())
         self.leaving_roles = leaving_roles(places, grid.place.rank, grid.place.stage)
         self.levels_of_sums = levels_of_sums(self.config, places, layout.instances)
         self.left_dense = left_dense(self.config, places, layout.instances)

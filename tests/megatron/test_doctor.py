@@ -315,6 +315,9 @@ def test_between_nodes_it_names_the_dispatcher_whose_tokens_can_be_compressed_an
     assert "--moe-token-dispatcher-type allgather, Megatron's default, sends every token to all ranks" in default
     assert "expert dispatch: " not in default and "neither doctor nor the log counts the bytes of tokens" in default
     assert "sends every token to all ranks" not in ask_doctor(experts, 8, "--ranks-per-node", "4").output
+    refused = ask_doctor(f"{experts} --expert-exchange once-a-node", 8, "--ranks-per-node", "2")
+    assert refused.code == 2 and "only the tokens of the dispatcher alltoall can be compressed" in refused.output
+    assert "Rows that leave a node for each token, on one way: 1.5 with allgather, 0.8 with alltoall" in refused.output
     tokens = f"{experts} --moe-token-dispatcher-type alltoall --expert-dispatch-format int8"
     said = ask_doctor(
         f"{tokens} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 8

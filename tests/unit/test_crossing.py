@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from optimus_cc_ext.collectives.nodes import Levels, Node
+from optimus_cc_ext.collectives.nodes import Levels, Node, rdma_cards
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES, PIPELINE_BACKWARD
 from optimus_cc_ext.config.presets import Layout as RunLayout
@@ -16,7 +17,7 @@ from optimus_cc_ext.placement import Placement
 from optimus_cc_ext.techniques.crossing import (
     classes_inside,
     crossing_lines,
-    exchange_line,
+    exchange_lines,
     hops_between,
     levels_of_experts,
     levels_of_group,
@@ -201,12 +202,39 @@ def test_tokens_go_once_a_node_where_that_is_possible_and_saves(
     places, chosen = on_nodes(nodes, expert=4), OptimusConfig(**config)
     levels = levels_of_experts(chosen, places, layout)
     assert levels.two is (reason is None) and levels.reason == (reason or "")
-    line = exchange_line(chosen, places, layout)
+    lines = list(exchange_lines(chosen, places, layout))
     if reason is None:
-        assert line is not None and line.startswith("tokens leave a node once: 2 nodes of 2 ranks each")
+        assert len(lines) == 1 and lines[0].startswith("tokens leave a node once: 2 nodes of 2 ranks each")
     else:
-        assert line == (f"tokens go direct to each expert: {reason}" if reason and nodes != "aaaa" else None)
+        assert lines == ([f"tokens go direct to each expert: {reason}"] if reason and nodes != "aaaa" else [])
     if reason and "0.85" not in reason:
         with pytest.raises(FlagError, match="--expert-exchange: tokens cannot go once a node: ") as refused:
             levels_of_experts(OptimusConfig(**ONCE), places, layout)
         assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "config", "cards", "said"),
+    [
+        ("aabb", EIGHT, 0, None),
+        ("aabb", EIGHT, 1, "with so few cards alltoall is planned to be faster, if tokens go once a node in 8 bits"),
+        ("aabb", {"expert_gradient_format": "int8"}, 2, "it is planned to be faster than alltoall in 8 bits"),
+        ("aabb", {}, 2, None),
+        ("aaaa", EIGHT, 2, None),
+    ],
+)
+def test_a_line_names_the_faster_dispatcher_where_a_node_has_rdma(
+    nodes: str, config: dict[str, Any], cards: int, said: str | None
+) -> None:
+    found = list(exchange_lines(OptimusConfig(**config), on_nodes(nodes, expert=4), with_experts(), cards))
+    about = [line for line in found if "HybridEP" in line]
+    assert len(about) == (said is not None)
+    assert said is None or (said in about[0] and f"a node has {cards} network cards with RDMA for 2 ranks" in about[0])
+
+
+def test_cards_with_rdma_are_those_with_an_active_port(tmp_path: Path) -> None:
+    for card, port, state in (("mlx5_0", 1, "4: ACTIVE"), ("mlx5_0", 2, "4: ACTIVE"), ("mlx5_1", 1, "1: DOWN")):
+        place = tmp_path / card / "ports" / str(port)
+        place.mkdir(parents=True)
+        (place / "state").write_text(f"{state}\n")
+    assert rdma_cards(tmp_path) == 1 and rdma_cards(tmp_path / "none") == 0

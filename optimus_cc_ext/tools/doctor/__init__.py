@@ -94,7 +94,11 @@ def _prepare(target: str) -> str:
 
 
 def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_per_node: int) -> Diagnosis:
+    from optimus_cc_ext.collectives.nodes import rdma_cards
     from optimus_cc_ext.hooks import launched
+    from optimus_cc_ext.hooks.facts import layout_from
+    from optimus_cc_ext.tools.doctor.estimate import places_of
+    from optimus_cc_ext.tools.doctor.tokens import about_dispatchers
     from optimus_cc_ext.tools.doctor.verdict import in_words, validate
 
     verdict = validate(line, 1 if world_size is None else world_size, target)
@@ -112,13 +116,15 @@ def _examine_line(line: CommandLine, target: str, world_size: int | None, ranks_
         if line.script is not None and ("unrecognized arguments" in reason or "did you mean" in reason):
             reason += f"\n({Path(line.script).name} may have flags of its own: doctor knows those of Megatron's parser)"
         mark: Literal["FAIL", "warn"] = "FAIL" if verdict.known else "warn"
+        if (args := verdict.refused) is not None and args.num_experts:
+            notes += about_dispatchers(args, places_of(_placement(args, ranks_per_node)), layout_from(args))
         return Diagnosis(Finding(target, reason, mark), verdict.exit_code, notes, {"target": target})
     launch, args = launched(), verdict.args
     assert launch is not None and launch.config is not None and launch.layout is not None and args is not None
     config, layout = launch.config, launch.layout
     placement = _placement(args, ranks_per_node)
     try:
-        lines, inside = _lines_about_nodes(config, placement, layout)
+        lines, inside = _lines_about_nodes(config, placement, layout, rdma_cards() if target == HERE else 0)
     except FlagError as error:
         return Diagnosis(Finding(target, str(error), "FAIL"), REFUSED, notes, {"target": target})
     try:
@@ -178,7 +184,7 @@ def _placement(args: argparse.Namespace, ranks_per_node: int) -> Placement:
 
 
 def _lines_about_nodes(
-    config: OptimusConfig, placement: Placement, layout: Layout
+    config: OptimusConfig, placement: Placement, layout: Layout, cards: int
 ) -> tuple[list[str], frozenset[TrafficClass]]:
     """Return the lines that the run would log about traffic inside nodes and about levels, and the classes that are
     left dense because nothing of them leaves a node.
@@ -186,7 +192,7 @@ def _lines_about_nodes(
     Raises:
         FlagError: two levels are asked for, and no group of replicas has them.
     """
-    from optimus_cc_ext.techniques.crossing import crossing_lines, exchange_line, left_dense
+    from optimus_cc_ext.techniques.crossing import crossing_lines, exchange_lines, left_dense
     from optimus_cc_ext.tools.doctor.estimate import places_of
 
     if not config.any_technique:
@@ -195,8 +201,8 @@ def _lines_about_nodes(
     whole = len({place.node for place in places}) == 1 and len(places) > 1
     lines = ["the whole job fits one node: nothing leaves it"] if whole else []
     lines += crossing_lines(config, places, layout.instances)
-    line = exchange_line(config, places, layout)
-    return lines + ([] if line is None else [line]), left_dense(config, places, layout.instances)
+    lines += exchange_lines(config, places, layout, cards)
+    return lines, left_dense(config, places, layout.instances)
 
 
 def _shards(args: argparse.Namespace, config: OptimusConfig) -> list[Finding]:

@@ -42,6 +42,8 @@ class Verdict:
     """Lines that training would print before its first iteration."""
 
     args: argparse.Namespace | None = None
+    refused: argparse.Namespace | None = None
+    """Megatron's arguments where Megatron takes them and we refuse a flag."""
 
     known: bool = True
     """False if nothing can be said, because arguments come from a checkpoint that is not here."""
@@ -86,7 +88,7 @@ def validate(line: CommandLine, world_size: int, target: str = HERE) -> Verdict:
 def _one_validation(line: CommandLine, target: str) -> Verdict:
     from megatron.training import arguments
 
-    output, verdict = io.StringIO(), Verdict()
+    output, verdict, args = io.StringIO(), Verdict(), argparse.Namespace()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             args = arguments.parse_args(_flags_of_script(line))
@@ -100,6 +102,7 @@ def _one_validation(line: CommandLine, target: str) -> Verdict:
         except SystemExit as ended:
             verdict.exit_code = ended.code if isinstance(ended.code, int) else 1
             verdict.reason = _last_line(output.getvalue())
+            verdict.refused = args if hasattr(args, "data_parallel_size") else None
         except Exception as error:
             verdict.exit_code, verdict.reason = 1, f"Megatron: {in_words(error)}"
     said = (text.removeprefix(_OURS) for text in output.getvalue().splitlines() if text.startswith(_OURS))
