@@ -147,10 +147,9 @@ class TwoHops:
         """Return the sum of each token's results on each node, as it was spread: added up in fp32, and coded then."""
         back, purpose = self._turned(rows, by_node=True), f"hop 2 of {coding.tag}, in a node"
         copies = exchange(back, self._node, self._forwarded, self._from_members, purpose, spare=1)
-        dtype = torch.promote_types(rows.dtype, torch.float32)
-        sums = torch.zeros(self._copies.shape[0], rows.shape[1], dtype=dtype, device=rows.device)
-        for places in self._copies.unbind(1):
-            sums += copies.index_select(0, places)
+        # CUDA's kernel adds up in fp32, copy by copy, and rounds once; the CPU's rounds bf16 in its own way.
+        wide = copies if copies.is_cuda else copies.to(torch.promote_types(rows.dtype, torch.float32))
+        sums = torch.nn.functional.embedding_bag(self._copies, wide, mode="sum")
         message, purpose = coding.encode(sums.to(rows.dtype)), f"hop 1 of {coding.tag}, between nodes"
         arrived = coding.decode(exchange(message, self._rail, self._sent, self._received, purpose), rows.dtype)
         return rows.new_zeros(self._numel, rows.shape[1]).index_copy_(0, self._first, arrived)

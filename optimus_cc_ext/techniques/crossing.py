@@ -206,7 +206,8 @@ def exchange_lines(
         share = share_of_copies(layout.routing, levels.nodes)
         yield (
             f"tokens leave a node once: {levels.nodes} nodes of {levels.members} ranks each share the experts, and "
-            f"{share:.2f} of the copies are sent between them if experts get equally many"
+            f"{share:.2f} of the copies are sent between them if experts get equally many. The second hop, inside a "
+            "node, counts as sent, too"
         )
     elif levels.reason and not levels.inside:
         yield f"tokens go direct to each expert: {levels.reason}"

@@ -74,6 +74,15 @@ def test_tokens_that_leave_a_node_once_train_as_vanilla_in_every_layout(runs):
     assert_alike(*runs)
 
 
+GRAPHS = once(VANILLA, "tokens once a node, numbers at the all-to-all")
+GRAPHS = replace(GRAPHS, before=(*GRAPHS.before, interventions.numbers_at_the_all_to_all))
+
+
+@uses(full(VANILLA, GRAPHS))
+def test_numbers_are_counted_where_partial_cuda_graphs_leave_the_dispatchers_attributes(runs):
+    assert_alike(*runs)
+
+
 CODED = replace(VANILLA.but("tokens once a node in int8", ours=f"{BOTH} --expert-exchange auto"), before=ON_NODES_OF_2)
 CODED_DIRECT = replace(VANILLA.but("tokens direct in int8", ours=BOTH), before=ON_NODES_OF_2)
 

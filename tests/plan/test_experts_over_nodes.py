@@ -69,7 +69,7 @@ def test_the_planner_sends_the_bytes_that_doctor_counts(chosen: str, nodes: int)
     forward, _, backward = experts(cluster, job, config)
     for cost, traffic in ((forward, EXPERT_DISPATCH), (backward, EXPERT_GRADIENT)):
         counted = tokens.once(traffic, chosen, Levels(nodes=nodes, members=8), (128, 8, 8))
-        assert cost.compressed.nbytes == pytest.approx(counted.sent, rel=1e-3)
+        assert cost.compressed.nbytes == pytest.approx(counted.sent, rel=1e-6)
         # Hop 1 of one rank, on the line that 8 ranks share, cannot take less than its bytes.
         assert cost.compressed.transfer > 8 * counted.leaving / cluster.network.node_rate
 
@@ -111,7 +111,7 @@ def test_once_a_node_is_refused_where_training_refuses_it_and_auto_goes_direct(
         assert seconds(cluster, job, AUTO) == seconds(cluster, job, "--optimus-cc balanced")
 
 
-def test_a_token_of_two_of_eight_experts_goes_direct_over_four_nodes() -> None:
+def test_a_token_of_one_expert_goes_direct() -> None:
     model = replace(MODELS["qwen3-30b"], mixture=replace(MODELS["qwen3-30b"].mixture, experts=32, top_k=1))
     job, cluster = over(4, model), cluster_of("h100-100gbe")
     assert share_of_copies((32, 1, 1), 4) == 1.0

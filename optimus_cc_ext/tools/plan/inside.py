@@ -151,8 +151,8 @@ def _exchange(cluster: Cluster, job: Job, config: OptimusConfig, traffic: Traffi
     nbytes, coding = in_blocks(cluster.gpu, values, width, form)
     coding *= 2 * cluster.coding_scale
     if (mixture := model.mixture) and goes_once(job, config, group):
-        # Hop 1 takes a row once to each node; hop 2 takes it on, and brings dense results to where they are added up:
-        # one after the other, in fp32. Ahead go the numbers of rows, and the bits of a row's experts.
+        # Hop 1 takes a row once to each node; hop 2 takes it on, and brings dense results to where they are added up.
+        # Ahead go the numbers of rows, and the bits of a row's experts.
         nodes, members, own = group.nodes, group.per_node, mixture.experts // group.nodes
         rail, beside = Group(nodes, 1, members * group.rings), Group(members, members, group.rings)
         share = share_of_copies(layout_of(job).routing, nodes)
@@ -160,7 +160,7 @@ def _exchange(cluster: Cluster, job: Job, config: OptimusConfig, traffic: Traffi
         legs = [share * nbytes, share * nbytes, *(ahead if traffic is EXPERT_DISPATCH else ())]
         between = [all_to_all(cluster, rail, each) for each in legs]
         within_node = [all_to_all(cluster, beside, each) for each in (nbytes, width * values)]
-        placed = 4 * nbytes + 4 * width * values + share * values * min(mixture.top_k, own) * (8 + width)
+        placed = 4 * nbytes + (5 + share) * width * values
         return Sent(
             nbytes=sum(legs) * (nodes - 1) / nodes + (nbytes + width * values) * (members - 1) / members,
             transfer=sum(between) + sum(within_node) + kernel(cluster.gpu, placed),
