@@ -137,21 +137,24 @@ class TwoHops:
 
     def spread(self, rows: Tensor, coding: Coding) -> Tensor:
         """Return the rows at their experts, sorted by source rank, expert and token; coded once, and decoded once."""
+        purposes = (f"hop 1 of {coding.tag}, between nodes", f"hop 2 of {coding.tag}, in a node")
         once = coding.encode(rows.index_select(0, self._first))
-        forwarder = exchange(once, self._rail, self._received, self._sent, f"hop 1 of {coding.tag}, between nodes")
-        copies = forwarder.index_select(0, self._row_of_copy)
-        arrived = exchange(copies, self._node, self._from_members, self._forwarded, f"hop 2 of {coding.tag}, in a node")
-        return coding.decode(self._turned(arrived, by_node=False), rows.dtype)
+        once = exchange(once, self._rail, self._received, self._sent, purposes[0])
+        copies = once.index_select(0, self._row_of_copy)
+        copies = exchange(copies, self._node, self._from_members, self._forwarded, purposes[1])
+        return coding.decode(self._turned(copies, by_node=False), rows.dtype)
 
     def collect(self, rows: Tensor, coding: Coding) -> Tensor:
         """Return the sum of each token's results on each node, as it was spread: added up in fp32, and coded then."""
-        back, purpose = self._turned(rows, by_node=True), f"hop 2 of {coding.tag}, in a node"
-        copies = exchange(back, self._node, self._forwarded, self._from_members, purpose, spare=1)
+        purposes = (f"hop 1 of {coding.tag}, between nodes", f"hop 2 of {coding.tag}, in a node")
+        copies = self._turned(rows, by_node=True)
+        copies = exchange(copies, self._node, self._forwarded, self._from_members, purposes[1], spare=1)
         # CUDA's kernel adds up in fp32, copy by copy, and rounds once; the CPU's rounds bf16 in its own way.
-        wide = copies if copies.is_cuda else copies.to(torch.promote_types(rows.dtype, torch.float32))
-        sums = torch.nn.functional.embedding_bag(self._copies, wide, mode="sum")
-        message, purpose = coding.encode(sums.to(rows.dtype)), f"hop 1 of {coding.tag}, between nodes"
-        arrived = coding.decode(exchange(message, self._rail, self._sent, self._received, purpose), rows.dtype)
+        copies = copies if copies.is_cuda else copies.to(torch.promote_types(rows.dtype, torch.float32))
+        sums = torch.nn.functional.embedding_bag(self._copies, copies, mode="sum").to(rows.dtype)
+        del copies
+        once = exchange(coding.encode(sums), self._rail, self._sent, self._received, purposes[0])
+        arrived = coding.decode(once, rows.dtype)
         return rows.new_zeros(self._numel, rows.shape[1]).index_copy_(0, self._first, arrived)
 
     def nbytes(self, row: int, dense: int, *, spread: bool, first: bool = False) -> Bytes:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from optimus_cc_ext.announce import COMPRESSION_STATE
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES, TrafficClass
-from optimus_cc_ext.config.presets import Layout, cost_of_shards, describe
+from optimus_cc_ext.config.presets import Layout, cost_of_shards, describe, share_of_copies
 from optimus_cc_ext.errors import FlagError, OptimusError, require_megatron, require_torch
 from optimus_cc_ext.placement import Placement, placement_line
 from optimus_cc_ext.tools.doctor.command_line import CommandLine, read_command_line
@@ -280,7 +280,8 @@ def _estimated(
         on = OnNodes.of(config, places, layout)
         found += about_dispatchers(args, places, layout)
         if (tokens := tokens_of(gpt, layout)) is not None:
-            found += [Finding("tokens", line) for line in tokens.lines(config)]
+            share = share_of_copies(layout.routing, on.experts.nodes) if on.experts.two else None
+            found += [Finding("tokens", line) for line in tokens.lines(config, share)]
             if on.experts.two and args.moe_shared_expert_overlap:
                 said = (
                     "--moe-shared-expert-overlap: with CUDA_DEVICE_MAX_CONNECTIONS=1 the second hop of a token waits "

@@ -108,21 +108,29 @@ class Tokens:
         times = 2 if traffic is EXPERT_DISPATCH and self.mixture.recomputed else 1
         return Bytes(round(times * sent), times * (leaving + probabilities * (nodes - 1) / nodes))
 
-    def memory(self, config: OptimusConfig) -> float:
-        """Return the bytes of an exchange: two messages and the decoded tokens. As many arrive as are sent."""
+    def memory(self, config: OptimusConfig, share: float | None = None) -> float:
+        """Return the bytes of an exchange: two messages and the decoded tokens. As many arrive as are sent.
+
+        Args:
+            share: rows between nodes, of all copies, if a token goes once to each; both hops' rows are then held, and
+                the sums. None: tokens go direct.
+        """
+        if share is not None:
+            return self.number * self.row_bytes("dense") * max(2 + share, 1 + 3 * share)
         chosen = (config.format_of(each) for each in (EXPERT_DISPATCH, EXPERT_GRADIENT))
         largest = max((self.row_bytes(each) for each in chosen if each != "dense"), default=0)
         return self.number * (2 * largest + self.row_bytes("dense")) if largest else 0
 
-    def lines(self, config: OptimusConfig) -> Iterator[str]:
-        """Yield the lines about the assumptions of the estimates."""
+    def lines(self, config: OptimusConfig, share: float | None = None) -> Iterator[str]:
+        """Yield the lines about the assumptions of the estimates; `share` as `memory` takes it."""
         yield "counted as if every expert got equally many tokens; the log counts the real ones, by destination rank"
         if self.mixture.recomputed:
             yield "recomputation sends the tokens of the forward pass twice"
-        if nbytes := self.memory(config):
+        if nbytes := self.memory(config, share):
+            what = "two messages and the decoded tokens" if share is None else "the rows of both hops and their sums"
             yield (
-                f"an exchange of experts' tokens takes {nbytes / 1e6:.1f} MB on a rank for two messages and the "
-                "decoded tokens, and more in proportion on a rank that gets more than its share"
+                f"an exchange of experts' tokens takes {nbytes / 1e6:.1f} MB on a rank for {what}, and more in "
+                "proportion on a rank that gets more than its share"
             )
 
 
