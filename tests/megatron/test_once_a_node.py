@@ -39,6 +39,12 @@ LAYOUTS = [
     both("top 8", flags="--moe-router-topk 8"),
     both("capacity", flags="--moe-expert-capacity-factor 1.0"),
     both("shared experts overlap", flags="--moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"),
+    both(
+        "like DeepSeek-V3", flags="--moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-load-balancing-type "
+        "seq_aux_loss --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap --mtp-num-layers 1 "
+        "--position-embedding-type rope --no-rope-fusion",
+    ),
     both("recomputed", flags="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     both("MoE layers recomputed", flags="--recompute-granularity selective --recompute-modules moe"),
     both("TP2", (4, f"{EP4[1]} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1")),
