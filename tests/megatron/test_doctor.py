@@ -319,7 +319,9 @@ def test_between_nodes_it_names_the_dispatcher_whose_tokens_can_be_compressed_an
     assert refused.code == 2 and "only the tokens of the dispatcher alltoall can be compressed" in refused.output
     assert "Rows that leave a node for each token, on one way: 1.5 with allgather, 0.8 with alltoall" in refused.output
     tokens = f"{experts} --moe-token-dispatcher-type alltoall --expert-dispatch-format int8"
-    once = ask_doctor(f"{tokens} --expert-exchange once-a-node", 8, "--ranks-per-node", "2").output
+    shared = "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap --disable-bias-linear"
+    once = ask_doctor(f"{tokens} {shared} --expert-exchange once-a-node", 8, "--ranks-per-node", "2").output
+    assert "with CUDA_DEVICE_MAX_CONNECTIONS=1 the second hop of a token waits for the first one" in once
     # Of 64 x 2 x 2 copies in fp32, 0.79 go between two nodes: both hops hold at most 1 + 3 x 0.79 times as much.
     assert f"takes {256 * 512 * (1 + 3 * 11 / 14) / 1e6:.1f} MB on a rank for the rows of both hops" in once
     assert "The second hop, inside a node, counts as sent, too" in once
