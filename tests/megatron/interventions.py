@@ -259,21 +259,6 @@ def nodes_of(ranks: int) -> None:
     os.environ["OPTIMUS_CC_NODE"] = f"ranks:{ranks}"
 
 
-def numbers_at_the_all_to_all() -> None:
-    """Let dispatchers copy numbers of rows to the host where they do with partial CUDA graphs, whose replay sets their
-    attributes anew: just before the all-to-all.
-    """
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
-
-    build = Dispatcher.__init__
-
-    def built(self: Any, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
-        self.cuda_dtoh_point = "before_ep_alltoall"
-
-    Dispatcher.__init__ = built
-
-
 def forced_way(*, dense: bool) -> None:
     """Force all steps of a trial, and its choice, to be dense or compressed."""
     from optimus_cc_ext.techniques import trial

@@ -31,3 +31,18 @@ def shadow_dispatches() -> None:
 def shadowed(*_: Any) -> list[int]:
     """Return the numbers of rows of the dispatches that were compared (a probe)."""
     return _shadowed
+
+
+def numbers_at_the_all_to_all() -> None:
+    """Let dispatchers copy numbers of rows to the host where they do with partial CUDA graphs, whose replay sets their
+    attributes anew: just before the all-to-all.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+    build = Dispatcher.__init__
+
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        self.cuda_dtoh_point = "before_ep_alltoall"
+
+    Dispatcher.__init__ = built

@@ -81,7 +81,7 @@ def test_tokens_that_leave_a_node_once_train_as_vanilla_in_every_layout(runs):
 
 
 GRAPHS = once(VANILLA, "tokens once a node, numbers at the all-to-all")
-GRAPHS = replace(GRAPHS, before=(*GRAPHS.before, interventions.numbers_at_the_all_to_all))
+GRAPHS = replace(GRAPHS, before=(*GRAPHS.before, shadows.numbers_at_the_all_to_all))
 
 
 @uses(full(VANILLA, GRAPHS))

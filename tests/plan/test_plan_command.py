@@ -253,7 +253,7 @@ def test_the_page_and_the_tables_are_written(tmp_path: Path) -> None:
     rows = {row["variant"] for row in csv.DictReader((out / "plan.csv").open())}
     # Without the distributed optimizer no parameter is gathered, and without experts no token is sent to them.
     nothing_to_send = {name for name in VARIANTS if name.split()[0] in ("gather", "dispatch", "expert")}
-    assert len(nothing_to_send) == 2 + 3 + 3
+    assert len(nothing_to_send) == 3 + 2 + 2
     assert rows == {"vanilla", "recommended", *VARIANTS} - nothing_to_send and "balanced" in rows
     assert {"lines", "Seconds per iteration", "Memory"} <= json.loads((out / "plan.json").read_text()).keys()
 
