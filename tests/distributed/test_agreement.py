@@ -49,6 +49,7 @@ def test_the_first_pair_with_different_settings_is_named_with_what_differs_and_n
     assert run_ranks(2, _place, [CB, CB.replace(**other)], timeout=60) == [said] * 2
 
 
+@pytest.mark.ci
 def test_a_rank_with_everything_off_waits_for_nobody_and_the_others_name_it_in_time():
     said, of_other = run_ranks(2, _place, [CB, OptimusConfig()], timeout=60)
     assert of_other == "agreed"
@@ -83,7 +84,10 @@ def _no_compiler_on_rank_1(rank, compressors, trial, launches):
     ]
 
 
-@pytest.mark.parametrize("replace, what", [(_other_gpu, "processor A against B"), (_other_torch, "torch 2.10 against")])
+@pytest.mark.parametrize(
+    "replace, what",
+    [(_other_gpu, "processor A against B"), pytest.param(_other_torch, "torch 2.10 against", marks=pytest.mark.ci)],
+)
 def test_machines_whose_bits_differ_are_named_unless_nothing_is_compressed(replace, what):
     for said, _ in run_ranks(2, _place_with, CB, replace, timeout=60)[:1]:
         assert what in said and "rank 0 and rank 1" in said and "GPUs of one model" in said

@@ -49,7 +49,11 @@ def _send_to_a_rank_that_is_gone(batched: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    "batched", [pytest.param(True, id="batched"), pytest.param(False, id="one by one", marks=pytest.mark.full)]
+    "batched",
+    [
+        pytest.param(True, id="batched", marks=pytest.mark.ci),
+        pytest.param(False, id="one by one", marks=pytest.mark.full),
+    ],
 )
 def test_a_receiver_that_is_gone_is_named_at_the_end_of_the_iteration_and_nothing_hangs(batched) -> None:
     said, _ = run_ranks(2, _send_to_a_rank_that_is_gone, batched, timeout=60)

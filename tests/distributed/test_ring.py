@@ -144,7 +144,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-DEFAULT, FULL = ("whole", "shards, two levels", "parameters"), ("gathered shards", "whole, two levels")
+DEFAULT, FULL = ("shards, two levels", "parameters"), ("gathered shards", "whole, two levels")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)

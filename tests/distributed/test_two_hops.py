@@ -241,6 +241,7 @@ def with_a_wrong_count() -> str:
     return ""
 
 
+@pytest.mark.ci
 def test_a_count_that_is_changed_on_one_rank_ends_with_the_purpose_and_the_ranks() -> None:
     said = run_ranks(4, with_a_wrong_count, timeout=60)
     assert any("failed among ranks [1, 3]" in each and "tokens' experts" in each for each in said), said

@@ -111,6 +111,7 @@ def test_buckets_of_bf16_are_as_exact_as_bf16_sums():
     assert (found.double() - literal).norm() < 2**-8 * literal.norm()
 
 
+@pytest.mark.ci
 @KINDS
 def test_a_bucket_without_whole_blocks_for_each_rank_is_summed_all_the_same(sharded, whole):
     found, literal = reduced(2, 2, "int8", sharded, whole, shapes=TINY), literal_sum(4, shapes=TINY)
@@ -261,7 +262,7 @@ def two_levels_of_instances(members: int) -> Groups:
 
 
 @NODES
-@pytest.mark.parametrize("format", [None, "fp32", "int8"])
+@pytest.mark.parametrize("format", [pytest.param(None, marks=pytest.mark.ci), "fp32", "int8"])
 def test_each_instance_of_the_distributed_optimizer_gets_all_shards_of_the_sum(nodes, members, format):
     found = run_ranks(nodes * members, _between_instances, members, format)
     literal = literal_sum(nodes * members)

@@ -326,6 +326,7 @@ def test_a_rank_whose_gpu_is_broken_says_so_whichever_it_is() -> None:
     assert "(CUDA error: uncorrectable ECC error encountered): look at nvidia-smi" in line
 
 
+@pytest.mark.ci
 def test_a_real_process_ends_with_status_2(outputs: list[str]) -> None:
     """This is the one case without a fork: as a person starts it, up to the shell's exit status."""
     command = [sys.executable, "-m", "optimus_cc_ext", *TINY_GPT, "--compressed-backprop", *outputs]

@@ -61,6 +61,7 @@ def test_exact_messages_between_instances_reproduce_vanilla(runs):
 LOSSY = on_nodes("instances: int4", 2, DP4, f"{OVERLAPPED} --bf16", "--dp-compression-format int4")
 
 
+@pytest.mark.ci
 @uses(LOSSY)
 def test_replicas_stay_bit_identical_across_instances_and_few_bytes_leave_a_node(runs):
     assert len({tuple(sorted(rank.weights.items())) for rank in runs.ranks}) == 1

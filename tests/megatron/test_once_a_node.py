@@ -70,6 +70,7 @@ def assert_alike(vanilla: Run, ours: Run, layers: int = 2) -> None:
     assert any("tokens leave a node once" in line for line in ours.said)
 
 
+@pytest.mark.ci
 @uses(both("EP4"))
 def test_tokens_that_leave_a_node_once_train_as_vanilla_within_the_rounding_of_fp32(runs):
     assert_alike(*runs)

@@ -1,5 +1,7 @@
 """Laws: state follows the step, nothing non-finite is kept, residuals of a clipped step are scaled by its clipping."""
 
+import pytest
+
 from tests.megatron import runs as table
 from tests.megatron.interventions import INF_AT, NAN_AT
 from tests.megatron.specs import full, uses
@@ -49,6 +51,7 @@ def test_residuals_survive_overflows_and_follow_the_loss_scale(runs):
     assert {skipped for _, skipped in changes} == {True, False}
 
 
+@pytest.mark.ci
 @uses((table.CALM, table.REPEATED, table.STOPPED, table.AFTER_STOP))
 def test_repeated_passes_leave_no_trace_and_a_checkpoint_before_the_update_resumes_exactly(runs):
     calm, repeated, stopped, resumed = runs

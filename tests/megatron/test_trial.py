@@ -75,7 +75,7 @@ def all_ways(layout: dict[str, Any]) -> dict[str, Any]:
     [
         pytest.param({}, marks=pytest.mark.full, id="whole"),
         pytest.param(SHARDED, marks=pytest.mark.full, id="sharded"),
-        pytest.param(OVERLAPPED, id="overlapped"),
+        pytest.param(OVERLAPPED, marks=pytest.mark.ci, id="overlapped"),
     ],
 )
 def test_forced_to_dense_it_is_vanilla_and_forced_to_compressed_it_is_no_trial_to_the_bit(
