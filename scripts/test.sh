@@ -40,8 +40,6 @@ esac
 ./scripts/setup_env.sh
 SECONDS=0
 export PATH="$PWD/.venv/bin:$PATH"
-# Tests start hundreds of processes, and each would compile every file of Python anew.
-unset PYTHONDONTWRITEBYTECODE
 # Tests run several processes on few cores, and more threads than cores are slower by far.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 

@@ -6,6 +6,7 @@ The default time limit of a test is in pytest.ini.
 import itertools
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from hypothesis import HealthCheck, settings
 # These variables are set at import, before a test module imports torch or transformers, which read them once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tests start hundreds of processes, and each would compile every file anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # All ranks of a test run on this machine; compression is for messages between nodes.
 os.environ.setdefault("OPTIMUS_CC_NODE", "ranks:1")
 

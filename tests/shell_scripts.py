@@ -68,7 +68,7 @@ def run_script(
     """Run scripts/`script` on the CPU, with `env` and little else in its environment."""
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
-    environment |= {"PATH": path, "OPTIMUS_CC_DEVICE": "cpu", "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
+    environment |= {"PATH": path, "OPTIMUS_CC_DEVICE": "cpu", **(env or {})}
     command: Sequence[str] = (str(ROOT / "scripts" / script), *arguments)
     ended = subprocess.run(command, env=environment, cwd=cwd, text=True, capture_output=True, timeout=limit)
     return Ended(ended.returncode, ended.stdout, ended.stderr)
