@@ -239,7 +239,8 @@ class FactorStates:
     @property
     def device(self) -> torch.device | None:
         """Device of the states; None if there are none."""
-        return next((state.residual.committed.device for state in self), None)
+        first = next(iter(self._states.values()), None)
+        return None if first is None else first.residual.committed.device
 
     def residuals(self) -> list[torch.Tensor]:
         """Return each state's residual (B, n, m), with the pending changes of the current step."""
