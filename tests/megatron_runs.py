@@ -212,7 +212,7 @@ def _record_training(run: MegatronRun) -> list[Any]:
         training.train_step = _recording_step(run, training.train_step, built)
         result = train(*args, **kwargs)
         # Megatron's last save, which comes next, may change the gradients.
-        trained = (item for item in named_parameters(built[0]) if item[1].requires_grad)
+        trained = (item for item in named_parameters(built[0]) if hasattr(item[1], "main_grad"))  # FSDP2 has none
         run.gradients = {name: hash_of(p.main_grad) for name, p in trained}
         return result
 
@@ -319,11 +319,12 @@ def _record_end(run: MegatronRun, model: list[torch.nn.Module]) -> None:
     run.data_rank = parallel_state.get_data_parallel_rank()
     parameters = dict(named_parameters(model))
     run.weights = {name: hash_of(p) for name, p in parameters.items()}
-    run.gradient_bytes = {name: p.main_grad.nbytes for name, p in parameters.items() if p.requires_grad}
+    run.gradient_bytes = {name: p.main_grad.nbytes for name, p in parameters.items() if hasattr(p, "main_grad")}
     run.tied = {name: run.weights[name] for name, p in parameters.items() if getattr(p, "shared_embedding", False)}
     run.split_over_tensor_ranks = {n: bool(getattr(p, "tensor_model_parallel", False)) for n, p in parameters.items()}
-    run.buckets = sum(len(group.buckets) for chunk in model for group in chunk.bucket_groups)
-    run.expert_buckets = sum(len(chunk.expert_parallel_bucket_groups) for chunk in model)
+    with_buckets = [chunk for chunk in model if hasattr(chunk, "bucket_groups")]
+    run.buckets = sum(len(group.buckets) for chunk in with_buckets for group in chunk.bucket_groups)
+    run.expert_buckets = sum(len(chunk.expert_parallel_bucket_groups) for chunk in with_buckets)
     if (session := recording.current()) is not None:
         run.ours = recording.read(session)
 

@@ -173,9 +173,12 @@ def resolve(request: Request, layout: Layout, megatron: argparse.Namespace | Non
     """
     resolution = _resolve(request, layout, {})
     found = conflicts(megatron, resolution.config) if megatron is not None else {}
-    for traffic, refusal in found.items():
+    for traffic, refusal in tuple(found.items()):
         asked = {request.explicit.get(name) for name in (traffic.name, traffic.format_field)}
         if asked - {None, False, "dense"} or resolution.config.goes_once(traffic):
+            if refusal.unless_asked(resolution.config):
+                del found[traffic]
+                continue
             flag = _written(request, resolution.config.flag_of(traffic))
             raise refusal_of(flag, refusal, resolution.config, found)
     resolution = _resolve(request, layout, found) if found else resolution

@@ -14,6 +14,7 @@ from optimus_cc_ext.compressors.formats import EXACT, block_format
 from optimus_cc_ext.config.classes import (
     CLASSES,
     DP_GRADIENTS,
+    EMBEDDING,
     PARAM_GATHER,
     PIPELINE_BACKWARD,
     TrafficClass,
@@ -44,6 +45,9 @@ class Refusal:
 
     where: Callable[[OptimusConfig, TrafficClass], bool] = OptimusConfig.is_on
     """A test for whether the option affects a class of traffic in a configuration."""
+
+    unless_asked: Callable[[OptimusConfig], bool] = lambda config: False
+    """A test for a configuration in which a class may be compressed all the same, if a flag of its own asks for it."""
 
     whole_run: bool = False
     """True if the run is refused even under a preset, because it would be wrong with the classes dense, too."""
@@ -98,7 +102,12 @@ _SHARDED = "it shards weights and their gradients over further ranks"
 REFUSALS = (
     # An option that replaces a class's collective comes before one that only changes it: the first refusal is named.
     Refusal("--use-megatron-fsdp", _BUFFERS, _FSDP),
-    Refusal("--use-torch-fsdp2", _BUFFERS, _FSDP),
+    Refusal(
+        "--use-torch-fsdp2", (DP_GRADIENTS,), "FSDP2 reduces the gradients of each micro-batch by themselves",
+        "Give --dp-compression-format int8 or int4, which it takes, or leave out one of the two",
+        unless_asked=lambda config: block_format(config.format_of(DP_GRADIENTS)) is not None,
+    ),
+    Refusal("--use-torch-fsdp2", (EMBEDDING, PARAM_GATHER), _FSDP),
     Refusal(
         "--save-wgrads-interval", _GRADIENTS,
         "with several distributed-optimizer instances Megatron sums whole gradients over the replicas of one instance "

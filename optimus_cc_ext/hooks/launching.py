@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from optimus_cc_ext.announce import on_standard_output, say
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.config.classes import DP_GRADIENTS
 from optimus_cc_ext.config.presets import Layout, Resolution, describe
 from optimus_cc_ext.errors import ends_the_run, exit_with, is_first_rank
 from optimus_cc_ext.hooks import arguments, checkpointing, training
@@ -125,6 +128,9 @@ class Launch:
             session = self.handle._session
             self._applied.apply(_loop_wraps(session))
             self._loading.resume(session)
+        elif self.config.is_on(DP_GRADIENTS) and (sharded := list(filter(_is_sharded, result[0]))):
+            _compress_fsdp2(sharded, self.config.format_of(DP_GRADIENTS))
+            shared_sessions().awaits_model = False
         return result
 
     def _as_built(self, built: Layout, _options: Any) -> tuple[OptimusConfig, Layout]:
@@ -139,6 +145,20 @@ def _wrapped(chunk: Any) -> Iterator[Any]:
     """Yield the DistributedDataParallel that a model chunk is, or wraps; those of the parts of a multimodal model."""
     whole = next((layer for layer in layers_of(chunk) if hasattr(layer, "bucket_groups")), None)
     yield from [whole] if whole is not None else (part for part in chunk.modules() if hasattr(part, "bucket_groups"))
+
+
+def _is_sharded(chunk: torch.nn.Module) -> bool:
+    return any(hasattr(module, "set_requires_gradient_sync") for module in chunk.modules())  # as every FSDPModule has
+
+
+def _compress_fsdp2(chunks: list[torch.nn.Module], format: str) -> None:
+    from optimus_cc_ext.fsdp2 import compress
+
+    with ends_the_run():
+        for chunk in chunks:
+            compress(chunk, format)
+    if is_first_rank():
+        say(f"optimus-cc: FSDP2 reduces gradients in {format}, those of each micro-batch by themselves")
 
 
 def all_seams() -> list[Seam]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from optimus_cc_ext.collectives.exchange import Exchange
 from optimus_cc_ext.collectives.legs import sent
@@ -28,8 +29,9 @@ __all__ = ["Messages", "Ours", "current", "hash_of", "hot_path", "memory", "obse
 
 
 def hash_of(tensor: torch.Tensor) -> str:
-    """Return the sha256 of the bytes of ``tensor``, of any shape and dtype."""
-    return hashlib.sha256(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()).hexdigest()
+    """Return the sha256 of the bytes of ``tensor``, of any shape and dtype; of a DTensor, those of the own shard."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return hashlib.sha256(own.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
 def current() -> Session | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _device as torch_device_mode
 
 from optimus_cc_ext.patching import Patches
@@ -109,6 +110,10 @@ def install(patches: Patches) -> None:
         torch_device_mode.DeviceContext, "__init__", lambda init, self, device: init(self, _host_device(device))
     )
     patches.wrap(torch.amp.autocast_mode.autocast, "__init__", _autocast)
+    patches.wrap(
+        DeviceMesh, "from_group",
+        lambda make, group, device, *args, **kwargs: make(group, str(_host_device(device)), *args, **kwargs),
+    )  # fmt: skip
 
     # torch.nn.Module.to and torch.nn.Module.cuda call these two methods for each parameter and buffer.
     patches.wrap(torch.Tensor, "to", _to)
