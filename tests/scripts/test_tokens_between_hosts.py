@@ -51,6 +51,6 @@ def test_all_that_leaves_a_host_is_what_the_log_counts(tmp_path: Path, hosts: st
         f"{hosts}, {way}: {sent / 1e6:.1f} MB by the kernel, {counted / 1e6:.1f} MB by the log, {sent / counted:.4f}; "
         f"vanilla {dense / 1e6:.1f} MB, {counted / dense:.3f}"
     )
-    if way.endswith("direct"):  # Two of the three other ranks are on the other host.
-        assert 0.8 < tokens * 2 / 3 / counted < 1
+    if way.endswith("direct"):  # Two of the three other ranks are on the other host; experts get about equally many.
+        assert 0.8 < tokens * 2 / 3 / counted < 1.05
     assert sent == pytest.approx(counted, rel=0.03)
