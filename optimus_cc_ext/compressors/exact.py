@@ -25,8 +25,10 @@ from torch import Tensor
 HEADER = 16
 """Bytes of a message's header, which precedes the first chunk."""
 
-_CHUNK = 1 << 18
-"""Values that are encoded at once: fewer would cost more in calls than they gain by the cache."""
+_CHUNK, _CHUNK_ON_GPU = 1 << 18, 1 << 21
+"""Values that are encoded at once: fewer would cost more in calls than they gain by the cache. On a GPU, where the host
+waits for each chunk, a chunk takes some 100 MB for intermediate results.
+"""
 
 _KIND = 1 << 15
 """Values that share a table."""
@@ -97,7 +99,8 @@ def _checksum(patterns: Tensor) -> int:
 
 
 def _chunks(values: Tensor) -> Iterator[slice]:
-    return (slice(start, start + _CHUNK) for start in range(0, values.numel(), _CHUNK))
+    length = _CHUNK if values.device.type == "cpu" else _CHUNK_ON_GPU
+    return (slice(start, start + length) for start in range(0, values.numel(), length))
 
 
 def _tables(values: Tensor) -> int:
@@ -117,9 +120,10 @@ def _fields(patterns: Tensor) -> Tensor:
 
     It follows from 8 bits of the old pattern: the exponent in bf16; the exponent and 3 bits of the mantissa in fp16.
     """
-    kinds = torch.arange(_tables(patterns), dtype=torch.int32, device=patterns.device).mul_(_EXPONENTS)
-    fields = ((patterns >> 7) & 0xFF).to(torch.int32)
-    return fields.add_(kinds.repeat_interleave(_KIND)[: fields.numel()])
+    fields = (patterns >> 7).bitwise_and_(0xFF).to(torch.int32)
+    for table, part in enumerate(fields.split(_KIND)):
+        part.add_(table * _EXPONENTS)
+    return fields
 
 
 def _code(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +148,9 @@ def _restore(patterns: Tensor, tables: Tensor, ones: Tensor, low: Tensor) -> Non
     """Replace a chunk's old patterns by the new ones, given its tables and its sections in bytes."""
     width = tables.index_select(0, _fields(patterns)).to(torch.int32)
     places = _places(ones)
-    number = torch.diff(places, prepend=places.new_full((1,), -1)).sub_(1).to(torch.int32).bitwise_left_shift_(width)
+    number = places.clone()
+    number[1:].sub_(places[:-1]).sub_(1)
+    number.bitwise_left_shift_(width)
     start = torch.cumsum(width, 0, dtype=torch.int32).sub_(width)
     halves = low.view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)
     halves[:-1] |= halves[1:] << 32
@@ -194,8 +200,9 @@ def _packed(places: Tensor) -> Tensor:
 
 
 def _places(packed: Tensor) -> Tensor:
-    """Return the positions of the bits that are set in packed bytes, the lowest bit of a byte first."""
+    """Return the positions of the bits that are set in packed bytes, the lowest bit of a byte first, in int32."""
     if packed.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(np.unpackbits(packed.numpy(), bitorder="little")))
+        bits = np.unpackbits(packed.numpy(), bitorder="little").view(np.bool_)
+        return torch.from_numpy(np.flatnonzero(bits)).to(torch.int32)
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & 1).view(-1).nonzero().view(-1)
+    return ((packed[:, None] >> shifts) & 1).view(-1).nonzero().view(-1).to(torch.int32)

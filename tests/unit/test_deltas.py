@@ -1,11 +1,15 @@
 """Deltas of weights that leave training: copies become the new model to the bit, or are refused untouched."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from optimus_cc_ext import deltas
 from optimus_cc_ext.errors import OptimusError
-from tests.unit.test_exact_codec import same, trained
+from tests.unit.test_exact_codec import SPECIAL, same, trained
 
 
 def tensors(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -22,6 +26,9 @@ def tensors(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             after = torch.where(torch.rand(after.shape, generator=random) < 0.01, after, before)
         old.append(before.view(dtype).view(shape))
         new.append(after.view(dtype).view(shape))
+        if dtype.is_floating_point and seed % 5 == 0:
+            for side in (old[-1], new[-1]):
+                side.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL).roll(seed)[: side.numel()].to(dtype)
     return old, new
 
 
@@ -29,8 +36,9 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_random_tensors_come_through_to_the_bit_and_old_ones_stay() -> None:
-    for seed in range(60):
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 2000), marks=pytest.mark.ci)])
+def test_random_tensors_come_through_to_the_bit_and_old_ones_stay(seeds: range) -> None:
+    for seed in seeds:
         old, new = tensors(seed)
         before = [each.clone() for each in old]
         found = deltas.apply(old, deltas.encode(old, new))
@@ -44,6 +52,14 @@ def test_small_steps_take_few_bytes(step: float, times: int) -> None:
     delta = deltas.encode([old], [new])
     assert len(delta) * times < old.nbytes
     assert same(deltas.apply([old], delta)[0], new)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_tensors_that_do_not_change_stay(value: float) -> None:
+    same_ones = [torch.full((numel,), value, dtype=torch.bfloat16) for numel in (0, 1, 300, 65_536, 70_000)]
+    delta = deltas.encode(same_ones, same_ones)
+    found = deltas.apply(same_ones, delta)
+    assert all(map(same, found, same_ones)) and len(delta) < 1200
 
 
 def test_changes_far_apart_and_at_both_ends_come_through() -> None:
@@ -71,3 +87,12 @@ def test_another_copy_and_damaged_bytes_are_refused_with_a_cure() -> None:
             deltas.apply([old], wrong)
     with pytest.raises(OptimusError, match="differ in number, shapes or dtypes"):
         deltas.encode([old], [new[:-1]])
+
+
+@pytest.mark.ci
+def test_the_documented_copy_in_another_process_follows_to_the_bit(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+    code = page.split("## Weights that leave training")[1].split("```python\n")[1].split("```")[0]
+    (tmp_path / "update.py").write_text(code)
+    run = subprocess.run([sys.executable, "update.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and not run.stderr, run.stderr[-3000:]

@@ -41,7 +41,7 @@ KNOWN = {
     "hardware, networks, signals": "AMD AVX CPU CUDA EPYC GPU HDR NDR NIC NVIDIA RDMA SHARP SIGKILL SIGTERM SIGUSR TB "
     "GB MB TFLOPS",
     "names in Megatron's and torch's command lines and logs": "DDP FP FSDP GEMM GPT HSDP LM NCCL NGC SGD",
-    "programming": "API BPE C CI CSV DEBUG INFO JSON PATH TOML WARNING",
+    "programming": "API BPE C CI CSV DEBUG INFO JSON PATH TOML WARNING XOR",
     "a reader's questions": "I",
     "Slurm's words": "FAILED QOS",
     "names of models, tasks, papers, systems, files, GPUs (A100, B200, H100)": "A ACP AIS AQ ASPLOS B BLOOM CC "

@@ -71,7 +71,7 @@ def run_installed(script: str, *arguments: str, cwd: Path) -> subprocess.Complet
 def test_training_needs_no_more_than_torch_megatron_numpy_and_psutil() -> None:
     needed = [requirement.split(">")[0] for requirement in PROJECT["dependencies"]]
     assert needed == ["megatron-core", "torch", "numpy", "psutil"]
-    assert set(PROJECT["optional-dependencies"]) == {"data", "report", "eval", "gpu", "wandb", "dev"}
+    assert set(PROJECT["optional-dependencies"]) == {"data", "report", "eval", "gpu", "wandb", "bench", "dev"}
 
 
 def test_the_wheel_holds_every_script_and_patch_and_nothing_made_from_them(installed: Path) -> None:
