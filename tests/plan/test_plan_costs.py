@@ -12,7 +12,7 @@ from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import FORMATS
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.placement import Placement
-from optimus_cc_ext.tools.plan import PlanError, traffic
+from optimus_cc_ext.tools.plan import PlanError, traffic, variants
 from optimus_cc_ext.tools.plan.hardware import CLUSTERS, GPUS, Constant, cluster_of, network_of
 from optimus_cc_ext.tools.plan.inside import inside
 from optimus_cc_ext.tools.plan.iteration import breakdown, iteration
@@ -27,7 +27,9 @@ from optimus_cc_ext.tools.plan.traffic import (
     gradient_reduction,
     low_rank_values,
     memory,
+    parameter_gather,
 )
+from optimus_cc_ext.tools.plan.variants import Band
 from tests.formats import formats_of
 from tests.shell_scripts import ROOT
 
@@ -396,3 +398,15 @@ def test_the_papers_models_have_the_shapes_of_the_launcher_and_of_the_papers_scr
     shape = (planned.layers, planned.hidden, planned.heads)
     assert shape == tuple(map(int, paper.groups()))
     assert (*shape, planned.sequence) == tuple(map(int, launcher[1].split()[:4]))
+
+
+def test_the_band_of_exact_messages_reaches_from_2_to_5_bits_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, config = replace(JOB, distributed_optimizer=True), OptimusConfig(param_gather_format="exact")
+    nbytes = [parameter_gather(replace(CLUSTER, exact_bits=bits), job, config).nbytes for bits in (2, 5)]
+    assert nbytes[1] / nbytes[0] == pytest.approx(2.5)
+    assert nbytes[0] < parameter_gather(CLUSTER, job, config).nbytes < nbytes[1]
+    gain = Band(CLUSTER, job).gain(config)
+    for name in ("LEAST_BITS", "MOST_BITS"):
+        monkeypatch.setattr(variants, name, CLUSTER.exact_bits)
+    without = Band(CLUSTER, job).gain(config)
+    assert gain.planned == without.planned and gain.least < without.least and gain.most > without.most

@@ -27,7 +27,6 @@ from optimus_cc_ext.tools.plan.sums import (
     added,
     bits_of,
     block_sum,
-    coded_bytes,
     in_blocks,
     kernel,
     ring_bytes,
@@ -261,7 +260,8 @@ def _gather(cluster: Cluster, job: Job, config: OptimusConfig, group: Group, par
     if form == "dense" or inside or ranks == 1:
         nbytes, coding = float((1 if job.fp8_gather else width) * parameters), 0.0
     else:
-        gpu, nbytes, shard = cluster.gpu, coded_bytes(parameters, form), parameters / ranks
+        bits, shard = cluster.exact_bits if form == EXACT else bits_of(form), parameters / ranks
+        gpu, nbytes = cluster.gpu, parameters * bits / 8
         # A rank keeps its own shard, computes its change, and restores it; then it decodes all messages and adds them
         # to the parameters.
         coding = kernel(gpu, 7 * width * shard + nbytes / ranks) + kernel(gpu, nbytes + 5 * width * parameters)

@@ -55,8 +55,10 @@ VARIANTS = dict(_each_alone()) | {
 WORTH = 0.01
 """Smallest share of vanilla's seconds that counts as a gain."""
 
-LINE, CODING = 0.75, 2.0
-"""Factors by which a link's rate and the cost of compression may be wrong; assumed."""
+LINE, CODING, LEAST_BITS, MOST_BITS = 0.75, 2.0, 2.0, 5.0
+"""Factors by which a link's rate and the cost of compression may be wrong, assumed; bits of a value in exact messages
+at low and at the highest learning rates, measured.
+"""
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,14 @@ class Band:
                 cluster,
                 network=replace(cluster.network, node_rate=cluster.network.node_rate * line),
                 coding_scale=cluster.coding_scale * coding,
+                exact_bits=bits,
                 software_scale=cluster.software_scale * computation,
             )
-            for line, coding, computation in ((1, 1, 1), (1 / LINE, CODING, 1 + off), (LINE, 1 / CODING, 1 - off))
+            for line, coding, computation, bits in (
+                (1, 1, 1, cluster.exact_bits),
+                (1 / LINE, CODING, 1 + off, MOST_BITS),
+                (LINE, 1 / CODING, 1 - off, LEAST_BITS),
+            )
         ]  # fmt: skip
         best = with_best_dispatcher(cluster, job)
         self._plain = [iteration(corner, best) for corner in self._corners]
