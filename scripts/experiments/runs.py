@@ -53,11 +53,12 @@ class Runs:
 
     def made(
         self, name: str, processes: int, flags: Sequence[str], seed: int, read: Callable[[Path], dict[str, Any]], *,
-        beside: int = 1,
+        beside: int = 1, may_try: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         """Return the row of this run, from an earlier run with the same flags, or from a new one.
 
-        `read` reads the measurements from the run's folder; `beside` consecutive ranks count as a node.
+        `read` reads the measurements from the run's folder; `beside` consecutive ranks count as a node; `may_try`: a
+        trial in the run may choose dense.
 
         Raises:
             RunFailed: the run failed, now or before, or `read` says so.
@@ -74,7 +75,7 @@ class Runs:
         print(f"{name} ...", flush=True)
         try:
             deadline = time.monotonic() + 60 * self.minutes
-            run(flags, folder, _tell, deadline, ranks=processes, device=self.device, beside=beside)
+            run(flags, folder, _tell, deadline, ranks=processes, device=self.device, beside=beside, may_try=may_try)
             found = read(folder)
         except RunFailed:
             if shutil.disk_usage(folder).free < 1 << 20:
