@@ -302,3 +302,30 @@ def test_a_refusal_names_the_flag_that_the_user_wrote(line: str, on: Layout, say
     said = refused(line, on)
     assert said.startswith(line.split()[-2 if line[-1].isdigit() else -1] + ": ") and says in said
     assert "--dp-" not in said and "--compressed-" not in said and "--fused-" not in said
+
+
+@pytest.mark.parametrize(
+    "master_copies, megatron, reason",
+    [
+        (False, {}, "fp32 cop"),  # fp32 parameters, or --use-precision-aware-optimizer
+        (True, {"fp8_param_gather": True}, "--fp8-param-gather"),  # mxfp8's gather needs this flag, too
+        (True, {"fp4_param_gather": True}, "--fp4-param-gather"),
+        (True, {"optimizer": "muon"}, "--optimizer"),
+        (True, {"qk_clip": True}, "--qk-clip"),
+        (True, {"overlap_param_gather_with_optimizer_step": True}, "--overlap-param-gather-with-optimizer-step"),
+    ],
+)
+def test_what_has_no_exact_gather_is_dense_with_a_line_by_preset_and_refused_by_flag(
+    master_copies: bool, megatron: dict[str, object], reason: str
+) -> None:
+    parser = add_flags(argparse.ArgumentParser(allow_abbrev=False))
+    on, args = replace(SHARDED, master_copies=master_copies), argparse.Namespace(**megatron)
+    found = resolve(request_from(parser.parse_args(["--optimus-cc", "exact"])), on, args)
+    assert found.config.param_gather_format == "dense" and found.config.fused_embedding_sync
+    said = [line for line in found.notes if "leaves out parameter gather" in line]
+    assert len(said) == 1 and reason in said[0]
+    with pytest.raises(FlagError, match=reason) as caught:
+        resolve(request_from(parser.parse_args(["--param-gather-format", "exact"])), on, args)
+    assert caught.value.flag == "--param-gather-format"
+    allowed = resolve(request_from(parser.parse_args(["--optimus-cc", "exact"])), SHARDED, argparse.Namespace())
+    assert allowed.config.param_gather_format == "exact" and not allowed.notes
