@@ -10,8 +10,8 @@ COMPRESSION_STATE = "compression state"
 """Name of the memory for residuals and warm starts, which outlive a step."""
 
 MESSAGE_BUFFERS = "message buffers"
-"""Name of the memory that holds messages of gradients and parameters, and the copies of parameter shards with which
-the gather computes what a step has changed.
+"""Name of the memory that holds messages of gradients and parameters, and the old values of a slice with which the
+gather computes what a step has changed.
 """
 
 COMMUNICATORS = "more NCCL communicators"

@@ -7,10 +7,10 @@ from functools import cached_property
 import torch
 
 from optimus_cc_ext.collectives.legs import Leg, Span, gather
-from optimus_cc_ext.collectives.ring import SLOTS
 from optimus_cc_ext.compressors.exact import HEADER, raw_bytes
-from optimus_cc_ext.compressors.formats import EXACT_BITS
+from optimus_cc_ext.compressors.formats import EXACT_BITS, EXACT_KEPT_BITS
 from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.slots import SLOTS
 
 _ROUNDED = 512
 """Bytes to whose multiples messages are padded."""
@@ -18,8 +18,7 @@ _ROUNDED = 512
 _LEAST = 1 << 10
 """Fewest values of a slice: in a smaller one, the header would outweigh the values."""
 
-_KEPT_BITS = {torch.bfloat16: 6, torch.float16: 9}
-"""Bits of a value for which a rank has memory until it sends its message; a longer message is sent raw."""
+_KEPT_BITS = {torch.bfloat16: EXACT_KEPT_BITS, torch.float16: 9}
 
 
 def padded(nbytes: int) -> int:

@@ -60,10 +60,11 @@ from optimus_cc_ext.collectives.messages import AllGather, Formats, Tools, messa
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.collectives.ranges import Range, cut, dealt, portions, views, within
 from optimus_cc_ext.collectives.reducers import Reducer
-from optimus_cc_ext.collectives.ring import SLOTS, Slice
+from optimus_cc_ext.collectives.ring import Slice
 from optimus_cc_ext.compressors.blocks import AT_ONCE, BlockLayout, joined
 from optimus_cc_ext.compressors.formats import BLOCK, format_named, section_bytes
 from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.slots import SLOTS, slices
 
 _INSIDE = "gradient reduction inside a node"
 
@@ -206,12 +207,7 @@ class ExchangePlan:
             needed = SLOTS * least / 1e6
             reason = f"messages of one block to each of {self.senders} ranks need {needed:.2f} MB"
             raise FlagError("--message-memory", reason, f"Give at least {math.ceil(needed)}")
-        unit, count = AT_ONCE, 2
-        while unit > 1 and self._slot(unit, 0) > self.slot_bytes // 4:
-            unit //= 2
-        while self._slot(-(-blocks // count) + unit - 1, -(-values // count)) > self.slot_bytes:
-            count += 1
-        return count, unit
+        return slices(self._slot, blocks, values, self.slot_bytes, AT_ONCE)
 
     def _slot(self, blocks: int, values: int) -> int:
         """Return the bytes of messages of so many blocks and dense values: of gradients in both directions, and later

@@ -11,40 +11,13 @@ waits, in stream order, for the work that used it last.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
-SLOTS = 4
-"""Number of slots. With three, reductions are ended so early that on a GPU with one queue of work they hold up the
-backward pass (tests/megatron/test_streams.py).
-"""
-
-
-def slot_bytes(megabytes: float) -> int:
-    """Return the most bytes of a slot if all slots together have `megabytes`: larger exchanges are cut into slices."""
-    return int(megabytes * 1e6) // SLOTS
-
-
-class Exchanged(NamedTuple):
-    """Bytes of the slices of one exchange."""
-
-    nbytes: Sequence[int]
-    together: bool
-    """True if others of its kind are under way beside it; otherwise one follows the other."""
-
-
-def slots_bytes(kinds: Iterable[Iterable[Exchanged]], slots: int = SLOTS) -> int:
-    """Return the bytes of the slots that exchanges use, by kind; two kinds are never under way together."""
-    most = largest = 0
-    for exchanges in map(list, kinds):
-        alone = max((len(each.nbytes) for each in exchanges if not each.together), default=0)
-        most = max(most, alone, sum(len(each.nbytes) for each in exchanges if each.together))
-        largest = max([largest, *(nbytes for each in exchanges for nbytes in each.nbytes)])
-    return min(slots, most) * largest
+from optimus_cc_ext.slots import SLOTS, Exchanged, slots_bytes
 
 
 def has_streams(device: torch.device) -> bool:

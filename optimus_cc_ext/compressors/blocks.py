@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.formats import BLOCK, format_named, section_bytes
+from optimus_cc_ext.compressors.formats import AT_ONCE, BLOCK, format_named, section_bytes
 from optimus_cc_ext.compressors.numerics import fp32_products, keep_in_range
 from optimus_cc_ext.compressors.packing import PACKINGS
 from optimus_cc_ext.compressors.scratch import Scratch
 
-AT_ONCE, _AT_ONCE_ON_GPU = 1 << 11, 1 << 15
-"""Number of blocks that are encoded at once. On a CPU they take 1 MiB in fp32, which is still in the cache when the
-next pass reads it; on a GPU there are so many that launches cost less than the work that they launch.
+_AT_ONCE_ON_GPU = 1 << 15
+"""Number of blocks that are encoded at once on a GPU: so many that launches cost less than the work that they launch.
 """
 
 MEASURED_PARTS = 32
@@ -101,12 +100,13 @@ class BlockLayout:
         layout.blocks, layout.dense_numel = self.blocks, self.dense_numel
         return layout
 
-    def span(self, index: int) -> tuple[int, int]:
-        """Return (start, end) of the smallest range of the flat tensor that holds all values of the message `index`."""
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """Return few ranges that hold all values of the message `index`: from its first encoded value to its last one,
+        and its dense values before and after these.
+        """
         pieces, dense = self.pieces[index], self.dense[index]
-        starts = [piece.start for piece in pieces[:1]] + [start for start, _ in dense[:1]]
-        ends = [piece.start + piece.numel for piece in pieces[-1:]] + [sum(last) for last in dense[-1:]]
-        return min(starts, default=0), max(ends, default=0)
+        first, end = (pieces[0].start, pieces[-1].start + pieces[-1].numel) if pieces else (0, 0)
+        return joined([(first, end - first), *(each for each in dense if not first <= each[0] < end)])
 
     @property
     def messages(self) -> int:
@@ -205,17 +205,13 @@ class Codec:
             self.decode_add(message[None], layout, index, out)
 
     @torch.no_grad()
-    def decode_onto(self, messages: Tensor, layout: BlockLayout, out: Tensor, scratch: Scratch) -> None:
+    def decode_onto(self, messages: Tensor, layout: BlockLayout, out: Tensor) -> None:
         """Decode each message of `layout`, (N, message_bytes), and add its values to its ranges of `out`.
 
         A value is rounded to the dtype of `out` when it is decoded, and so is its sum with the value in `out`.
-        `scratch` holds the decoded values of one message, under the name "difference".
         """
         for index, message in enumerate(self._by_message(messages, layout, out.dtype)):
-            start, end = layout.span(index)
-            difference = scratch.take("difference", (end - start,), out.dtype, out.device).zero_()
-            self._decode_add(message[None], layout, index, difference, start)
-            out[start:end].add_(difference)
+            self.decode_add(message[None], layout, index, out, onto=True)
 
     @torch.no_grad()
     def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor, *, onto: bool = False) -> None:
@@ -226,23 +222,16 @@ class Codec:
         Args:
             onto: add the sum to the values in `out`, instead of replacing them.
         """
-        self._decode_add(messages, layout, index, out, 0, onto=onto)
-
-    def _decode_add(
-        self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor, first: int, *, onto: bool = False
-    ) -> None:
-        """Do `decode_add` for an `out` that begins at offset `first` of the flat tensor."""
         split = [self._split(message, layout, out.dtype) for message in messages if messages.numel()]
         dense = [_slots(message[0], layout.dense[index]) for message in split]
         for (start, length), slots in zip(layout.dense[index], zip(*dense, strict=True), strict=True):
             total = self._scratch.take("total", (length,), torch.float32, out.device).copy_(slots[0])
             for slot in slots[1:]:
                 total.add_(slot)
-            self._put(out[start - first : start - first + length], total, onto)
+            self._put(out[start : start + length], total, onto)
         for piece, blocks in _parts(layout.pieces[index], out.device):
             total = self._sum_blocks([(scales[blocks], codes[blocks]) for _, scales, codes in split], out.dtype)
-            start = piece.start - first
-            self._put(out[start : start + piece.numel], total.view(-1)[: piece.numel], onto)
+            self._put(out[piece.start : piece.start + piece.numel], total.view(-1)[: piece.numel], onto)
 
     def _put(self, out: Tensor, total: Tensor, onto: bool) -> None:
         """Round `total`, in fp32, to the dtype of `out`, and write it to `out`, or with `onto` add it to `out`."""

@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+AT_ONCE = 1 << 11
+"""Number of blocks that are encoded at once on a CPU: 1 MiB in fp32, still in the cache when the next pass reads it."""
+
 BLOCK = 128
 """Number of values that share a scale. Layouts and kernels know this size only; each Format repeats it, for code that
 counts bytes.
@@ -84,6 +87,9 @@ EXACT = "exact"
 
 EXACT_BITS = 3.4
 """Bits of a value in exact messages, in the mean of a run: they follow from the learning rate."""
+
+EXACT_KEPT_BITS = 6
+"""Bits of a value in bf16 for which a rank has memory until it sends its message; a longer message is sent raw."""
 
 _WITHOUT_BLOCKS = ("dense", "low-rank", EXACT)
 """Choices of a class of traffic that are not block formats."""

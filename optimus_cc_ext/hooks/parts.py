@@ -49,7 +49,10 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "pipeline_dtype", "pipeline_model_parallel_layout", "sequence_parallel",
         "tensor_model_parallel_size", "variable_seq_lengths", "virtual_pipeline_model_parallel_size",
     ),
-    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer": ("buffers", "config"),
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer": (
+        "_get_model_param_range_map", "buffers", "config", "model_float16_groups", "model_fp32_groups",
+        "model_param_gbuf_map", "shard_fp32_from_float16_groups", "shard_fp32_groups",
+    ),
     "megatron.core.optimizer.optimizer_config:OptimizerConfig": ("clip_grad", "use_precision_aware_optimizer"),
     "megatron.core.optimizer": ("optimizer",),
     "megatron.core.parallel_state": (
@@ -197,4 +200,5 @@ def _sources(owner: str, module: Any, holder: Any) -> Iterator[str | None]:
 def _assigns(source: str | None, name: str) -> bool:
     """Return whether a source assigns an attribute of this name; True if there is no source to look at."""
     pattern = rf"^\s*\(?[\w.\[\], ]*\.{name}\b(?:\s*[,:][^=\n]*)?\s*\)?\s*=(?!=)"
-    return source is None or re.search(pattern, source, re.M) is not None
+    in_lines = rf"^\s*\(\s*(?:self\.\w+,\s*)*self\.{name}\b,?\s*(?:self\.\w+,?\s*)*\)\s*=(?!=)"
+    return source is None or re.search(f"{pattern}|{in_lines}", source, re.M) is not None

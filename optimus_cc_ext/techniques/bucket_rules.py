@@ -8,11 +8,11 @@ import torch
 
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.collectives.ranges import Range
-from optimus_cc_ext.collectives.ring import slot_bytes
 from optimus_cc_ext.compressors.formats import EXACT, SUM_FORMAT, block_format
 from optimus_cc_ext.compressors.low_rank import pays
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER, TrafficClass
+from optimus_cc_ext.slots import slot_bytes
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 
 

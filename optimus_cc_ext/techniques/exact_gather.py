@@ -5,8 +5,7 @@ gather that Megatron makes by itself needs no message. Before a step's first gat
 long their messages are, so that all send as many bytes as the longest one has, and no message can be too long.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from optimus_cc_ext.collectives.exact import ExactPlan, padded
 from optimus_cc_ext.collectives.ring import Slice
 from optimus_cc_ext.compressors import exact
 from optimus_cc_ext.errors import OptimusError
-from optimus_cc_ext.techniques.param_gather import ParamGather, Shards
+from optimus_cc_ext.techniques.param_gather import ParamGather, Shards, Write
 
 _PURPOSE = "exact parameter gather"
 _SIZES = 8
@@ -28,17 +27,16 @@ class ExactShards(Shards):
     """Parameters of one bucket, of which each replica owns a shard; `Shards` has the arguments."""
 
     plan: ExactPlan
-    restores = False
     longest: "Longest"
 
     def _cut(self) -> list[Any]:
         return [_ExactSlice(self, *each) for each in zip(self.plan.spans, self.plan.kept, self.plan.raw, strict=True)]
 
-    def encode(self) -> None:
-        """Encode the change since `keep`; after a second step without a gather, Megatron's own has to follow."""
-        unsent, self.updated = self.updated, False
-        if not unsent:
-            super().encode()
+    def encode(self, write: Write) -> None:
+        """Encode the change that `write` makes; after a second step without a gather, Megatron's own has to follow."""
+        unsent = self.updated
+        super().encode(write)
+        self.updated = not unsent
 
     def start(self) -> None:
         self.longest.settle()
@@ -62,7 +60,8 @@ class _ExactSlice(Slice):
         self._ranks, self._rank = shards.groups.whole.size(), shards.groups.whole.rank()
         super().__init__(self._ranks * raw, shards.bucket.device)
         self._shards, self._span, self._raw = shards, span, exact.raw_bytes(span.stop - span.start)
-        self.change_bytes = 0
+        self._start = self._rank * shards.plan.numel // self._ranks + span.start
+        self.change_bytes = self._values(self._rank).nbytes
         self.message = torch.zeros(kept, dtype=torch.uint8, device=self.device)
         self.length = self.longest = 0
         """Bytes of the own message, and of the longest one of all ranks."""
@@ -70,10 +69,13 @@ class _ExactSlice(Slice):
         self._messages = self.message.new_empty(0)
         self._pending: PendingCollective | None = None
 
-    def encode(self, after: torch.Tensor, before: torch.Tensor) -> None:
-        """Encode the change of this slice's part of the shard, from `before` to `after`."""
-        with self._shards.gauge.timed(self.device):
-            self.length = exact.encode(before[self._span], after[self._span], self.message)
+    def encode(self, write: Write) -> None:
+        """Encode the change that `write` makes to this slice's part of the shard, which keeps it."""
+        shards, own = self._shards, self._values(self._rank)
+        before = shards.scratch.take("before", tuple(own.shape), own.dtype, self.device).copy_(own)
+        write(shards.bucket.of_megatron, self._start, self._start + own.numel())
+        with shards.gauge.timed(self.device):
+            self.length = exact.encode(before, own, self.message)
 
     def cut(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (memory[: self.nbytes],)
@@ -139,13 +141,12 @@ class ExactGather(ParamGather):
 
     kind = ExactShards
 
-    @contextmanager
-    def updating(self, buckets: Sequence[object]) -> Iterator[None]:
-        with super().updating(buckets):
-            yield
+    def update(self, buckets: Sequence[object], write: Write) -> list[object]:
+        written = super().update(buckets, write)
         groups: dict[dist.ProcessGroup, list[Any]] = {}
-        for shards in self.of(buckets):
+        for shards in self.of(written):
             if shards.updated:
                 groups.setdefault(shards.groups.whole, []).append(shards)
-        for written in groups.values():
-            Longest(written)
+        for found in groups.values():
+            Longest(found)
+        return written

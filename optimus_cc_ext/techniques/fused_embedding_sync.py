@@ -25,11 +25,12 @@ from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce, gather
 from optimus_cc_ext.collectives.messages import Formats, GatheredSum, Tools, message_bytes
 from optimus_cc_ext.collectives.nodes import Levels
-from optimus_cc_ext.collectives.ring import Ring, slot_bytes
+from optimus_cc_ext.collectives.ring import Ring
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import TrafficClass
 from optimus_cc_ext.config.presets import Layout
+from optimus_cc_ext.slots import slot_bytes
 from optimus_cc_ext.techniques.grid import Grid, RankPlace
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.technique import Technique

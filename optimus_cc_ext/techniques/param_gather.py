@@ -2,21 +2,21 @@
 
 Every replica holds all parameters W, in bf16 or fp16; one replica, the owner of a shard, holds its master copy in fp32:
 
-    1. D = (the master copy, rounded) - W, of the own shard
-    2. W keeps its old value; D becomes a message          updating: matrices in few bits, vectors dense
+    1. D = (the master copy, rounded) - W, of a slice of the own shard
+    2. W keeps its old value; D becomes a message          update: matrices in few bits, vectors dense
     3. the message goes to all replicas                    start: all-gather
     4. W += decoded D, of every shard                      finish
 
 The owner adds its own decoded message like every other replica, so replicas stay equal to the bit. The compression
 error of a message is part of the next D, because D is taken from the W that all replicas have. So no error accumulates
 beyond the master copy, and there is no state to keep (SDP4Bit, Jia et al. 2024, section 3.1, "weight differences").
+Old values are kept of one slice at a time.
 
 No block crosses the end of a parameter or of a shard. A tied embedding has a bucket of its own on both stages, so its
 copies are cut alike, and stay equal, too.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from optimus_cc_ext.collectives.calls import connect
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.messages import AllGather
+from optimus_cc_ext.collectives.ranges import views
 from optimus_cc_ext.collectives.ring import Lane, Ring, Slice
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.scratch import Scratch
@@ -36,6 +37,9 @@ from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import NewGroups
 from optimus_cc_ext.techniques.technique import Iteration, Technique
 
+Write = Callable[[Any, int, int], None]
+"""Writes the new values of a range of one of Megatron's buckets, from an offset to another."""
+
 
 class Shards:
     """Parameters of one bucket, of which each replica owns a shard.
@@ -47,9 +51,6 @@ class Shards:
         lane: way to the memory for the messages of all ranks.
         together: True if other buckets are gathered meanwhile.
     """
-
-    restores = True
-    """True if the owner of a shard gets its new values from its own message, like all other replicas."""
 
     def __init__(
         self,
@@ -65,9 +66,6 @@ class Shards:
     ) -> None:
         self.bucket, self.plan, self.groups = bucket, plan, groups
         self.codec, self.gauge, self.scratch, self._lane = codec, gauge, scratch, lane
-        rank, length = groups.whole.rank(), plan.numel // plan.ranks
-        self._shard = slice(rank * length, (rank + 1) * length)
-        self._before = torch.empty(length, dtype=plan.dtype, device=bucket.device)
         self.slices = self._cut()
         lane.reserve(self.slices, together=together)
         self.updated = False
@@ -78,13 +76,8 @@ class Shards:
 
     def _cut(self) -> list[Any]:
         """Make the slices, each with the bytes of its change, `change_bytes`, and its own `message`."""
-        plan, rank, first = self.plan, self.groups.whole.rank(), self._shard.start
-        spans = [layout.span(rank) for layout in plan.layouts]
-        own = plan.own_layouts(rank, tuple(start for start, _ in spans))
-        return [
-            _GatherSlice(self, layout, message, nbytes, slice(start - first, end - first))
-            for layout, message, nbytes, (start, end) in zip(plan.layouts, own, plan.gather_bytes, spans, strict=True)
-        ]
+        plan, own = self.plan, self.plan.own_layouts(self.groups.whole.rank())
+        return [_GatherSlice(self, *each) for each in zip(plan.layouts, own, plan.gather_bytes, strict=True)]
 
     @property
     def sent_bytes(self) -> int:
@@ -93,35 +86,24 @@ class Shards:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory for the own messages until they are sent, and for the copy of the shard."""
-        return self._before.nbytes + sum(each.message.nbytes for each in self.slices)
+        """Bytes of memory for the own messages until they are sent."""
+        return sum(each.message.nbytes for each in self.slices)
 
     @property
     def change_bytes(self) -> int:
-        """Bytes of the largest change that is encoded at once, in memory that all buckets share."""
+        """Bytes of the most values that are encoded at once, in memory that all buckets share."""
         return max((each.change_bytes for each in self.slices), default=0)
 
     def release(self) -> None:
         """Drop the memory: the parameters are gathered dense from now on."""
-        self._before = self._before.new_empty(0)
         self.slices.clear()
         del self.scratch, self.codec
 
-    def keep(self) -> None:
-        """Keep a copy of the own shard before the optimizer writes it."""
+    def encode(self, write: Write) -> None:
+        """Encode the change that `write` makes to the own shard, and restore the values that all replicas have."""
         self.gathered = False
-        self._before.copy_(self.bucket.parameters[self._shard])
-
-    def encode(self) -> None:
-        """Encode the change of the own shard since `keep`, and restore its old value, which all other replicas have, if
-        the owner decodes its own message, too.
-        """
-        own = self.bucket.parameters[self._shard]
         for each in self.slices:
-            each.encode(own, self._before)
-        with self.gauge.timed(own.device):
-            if self.restores:
-                own.copy_(self._before)
+            each.encode(write)
         self.updated = True
 
     def start(self) -> None:
@@ -140,26 +122,37 @@ class _GatherSlice(Slice):
 
     Args:
         layout: layout of the messages of all ranks; `own` is that of this rank's message.
-        span: the part of this rank's shard that holds the message's values, from which `own` counts.
     """
 
-    def __init__(self, shards: Shards, layout: BlockLayout, own: BlockLayout, nbytes: int, span: slice) -> None:
+    def __init__(self, shards: Shards, layout: BlockLayout, own: BlockLayout, nbytes: int) -> None:
         super().__init__(nbytes, shards.bucket.device)
-        self._shards, self._layout, self._span = shards, layout, span
-        self.change_bytes = (span.stop - span.start) * shards.plan.dtype.itemsize
+        self._shards, self._layout, self._spans = shards, layout, own.spans(0)
+        self._lengths = [length for _, length in self._spans]
+        self.change_bytes = sum(self._lengths) * shards.plan.dtype.itemsize
         self.message = torch.zeros(nbytes // shards.plan.ranks, dtype=torch.uint8, device=self.device)
         """This rank's message, from the optimizer's step until it is sent."""
 
         self._gather = AllGather(own, shards.groups.whole, shards.codec, "compressed parameter gather")
         self._messages = self.message.new_empty(0)
 
-    def encode(self, after: torch.Tensor, before: torch.Tensor) -> None:
-        """Encode the difference of two values of the shard."""
-        shards, after = self._shards, after[self._span]
-        with shards.gauge.timed(self.device):
-            difference = shards.scratch.take("difference", tuple(after.shape), after.dtype, self.device)
-            self._gather.encode(torch.sub(after, before[self._span], out=difference), self.message)
-        self._gather.note_errors(difference, self.message, shards.gauge)
+    def encode(self, write: Write) -> None:
+        """Encode the change that `write` makes to the slice's values of the own shard, and restore their old values."""
+        shards, flat = self._shards, self._shards.bucket.parameters
+        own = views(flat, self._spans)
+        before = shards.scratch.take("before", (sum(self._lengths),), flat.dtype, self.device).split(self._lengths)
+        for old, values in zip(before, own, strict=True):
+            old.copy_(values)
+        try:
+            for start, length in self._spans:
+                write(shards.bucket.of_megatron, start, start + length)
+            with shards.gauge.timed(self.device):
+                for old, values in zip(before, own, strict=True):
+                    values.sub_(old)
+                self._gather.encode(flat, self.message)
+            self._gather.note_errors(flat, self.message, shards.gauge)
+        finally:
+            for old, values in zip(before, own, strict=True):
+                values.copy_(old)
 
     def cut(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the messages of all ranks."""
@@ -178,7 +171,7 @@ class _GatherSlice(Slice):
         shards = self._shards
         # The padding of a bucket is in no message, and keeps its values.
         with shards.gauge.timed(self.device):
-            shards.codec.decode_onto(self._messages, self._layout, shards.bucket.parameters, shards.scratch)
+            shards.codec.decode_onto(self._messages, self._layout, shards.bucket.parameters)
 
 
 class Gather:
@@ -241,7 +234,7 @@ class ParamGather(Technique):
             self.alone = groups.alone()
 
     def release(self) -> None:
-        """Drop messages, copies of shards and intermediate results."""
+        """Drop messages and intermediate results."""
         self.codec = None
         self.scratch.clear()
         self.lane.keep([])
@@ -250,9 +243,7 @@ class ParamGather(Technique):
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of memory for messages that have not been sent, for the copies of shards, and for the change of one
-        slice.
-        """
+        """Bytes of memory for messages that have not been sent, and for the old values of one slice."""
         change = max((shards.change_bytes for shards in self.buckets), default=0)
         return change + sum(shards.nbytes for shards in self.buckets)
 
@@ -272,15 +263,14 @@ class ParamGather(Technique):
         asked = set(map(id, buckets))
         return [shards for shards in self.buckets if id(shards.bucket.of_megatron) in asked]
 
-    @contextmanager
     @torch.no_grad()
-    def updating(self, buckets: Sequence[object]) -> Iterator[None]:
-        """Encode the changes that the code in the context makes to the own shards of these buckets of Megatron's."""
+    def update(self, buckets: Sequence[object], write: Write) -> list[object]:
+        """Encode the changes that `write` makes to the own shards of these buckets of Megatron's; return the buckets
+        that are written so.
+        """
         # Sent dense, the master copies arrive whole, and no difference is left over for a later message.
         written = [] if self.dense else self.of(buckets)
         self.seen |= self.dense
         for shards in written:
-            shards.keep()
-        yield
-        for shards in written:
-            shards.encode()
+            shards.encode(write)
+        return [shards.bucket.of_megatron for shards in written]

@@ -1,6 +1,7 @@
 """Exact parameter gather over real ranks: all replicas have the owners' values, to the bit."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,16 @@ def _after(numel: int, step: int) -> torch.Tensor:
     return flat.bfloat16()
 
 
+def _update(technique: ExactGather, buckets: list[Bucket], new: list[torch.Tensor]) -> None:
+    written = [bucket.of_megatron for bucket in buckets]
+    values = dict(zip(map(id, written), new, strict=True))
+
+    def write(of_megatron: Any, start: int, end: int) -> None:
+        of_megatron.param_data[start:end].copy_(values[id(of_megatron)][start:end])
+
+    assert technique.update(written, write) == written
+
+
 def _gather(slot_bytes: int | None, fault: str) -> list[list[int]]:
     """Gather some buckets at once, each step; return each step's bytes of messages by bucket."""
     dist.init_process_group("gloo")
@@ -48,9 +59,7 @@ def _gather(slot_bytes: int | None, fault: str) -> list[list[int]]:
     ]
     found = []
     for step in range(STEPS):
-        with technique.updating([bucket.of_megatron for bucket in buckets]):
-            for flat in flats:
-                flat.view(RANKS, -1)[rank].copy_(_after(flat.numel(), step).view(RANKS, -1)[rank])
+        _update(technique, buckets, [_after(flat.numel(), step) for flat in flats])
         for flat in flats:
             own = flat.view(RANKS, -1)[rank]
             assert torch.equal(own, _after(flat.numel(), step).view(RANKS, -1)[rank]), "the owner keeps its new values"
@@ -65,9 +74,10 @@ def _gather(slot_bytes: int | None, fault: str) -> list[list[int]]:
             assert torch.equal(flat.view(torch.int16), _after(flat.numel(), step).view(torch.int16)), f"step {step}"
         found.append([each.sent_bytes for each in shards])
     for _ in range(0 if fault else 2):
-        with technique.updating([bucket.of_megatron for bucket in buckets]):
-            for flat in flats:
-                flat.view(RANKS, -1)[rank].mul_(1.5)
+        new = [flat * 1.5 for flat in flats]
+        _update(technique, buckets, new)
+        for flat, values in zip(flats, new, strict=True):
+            assert torch.equal(flat.view(RANKS, -1)[rank], values.view(RANKS, -1)[rank]), "each step is written"
     assert fault or not any(each.updated for each in shards), "two steps without a gather: Megatron's own follows"
     dist.barrier()
     return found

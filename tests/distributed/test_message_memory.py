@@ -62,13 +62,10 @@ def _one_memory(*, shared: bool) -> Shared:
     group = technique.add_group(plan, [found], groups, overlapped=False, fused=None)
     shards = gathers.add_bucket(found, bucket.gather, groups)
     kept = shards.nbytes
-    own = weights.view(2, -1)[dist.get_rank()]
-    with gathers.updating(of_megatron.buckets):
-        own.add_(0.5)
+    gathers.update(of_megatron.buckets, lambda _, start, end: weights[start:end].add_(0.5))
     gathers.gather([shards]).wait()
     group.start(group.reducers, group.gradients, whole=False).wait()
-    with gathers.updating(of_megatron.buckets):
-        own.add_(gradients.view(2, -1)[dist.get_rank()])
+    gathers.update(of_megatron.buckets, lambda _, start, end: weights[start:end].add_(gradients[start:end]))
     gathers.gather([shards]).wait()
     assert kept + shards.change_bytes == gathers.message_bytes and technique.message_bytes == 0
     return Shared(

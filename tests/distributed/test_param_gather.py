@@ -1,5 +1,8 @@
 """Parameter gather in blocks of few bits over real ranks, compared with a literal computation, shard by shard."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -85,6 +88,10 @@ def by_hand(flat: torch.Tensor, target: torch.Tensor, format: str) -> torch.Tens
     return result
 
 
+def _write(new: torch.Tensor, of_megatron: Any, start: int, end: int) -> None:
+    of_megatron.param_data[start:end].copy_(new[start:end])
+
+
 def _gathered(format: str, dtype: torch.dtype, steps: list[int]) -> list[torch.Tensor]:
     """Return this rank's bucket after each gather."""
     dist.init_process_group("gloo")
@@ -95,11 +102,11 @@ def _gathered(format: str, dtype: torch.dtype, steps: list[int]) -> list[torch.T
     plan = plan_of(weights(dtype).views, flat.numel(), dtype, codec(format))
     bucket = MegatronBucket.of(flat)
     shards = technique.add_bucket(bucket, plan, Groups(dist.group.WORLD))
-    own = flat.view(RANKS, -1)[dist.get_rank()]
     for step in steps:
         assert not shards.updated
-        with technique.updating([bucket.of_megatron, "another's"]):
-            own.copy_(wanted(step, dtype).view(RANKS, -1)[dist.get_rank()])
+        new = wanted(step, dtype)
+        written = technique.update([bucket.of_megatron, "another's"], partial(_write, new))
+        assert written == [bucket.of_megatron]
         assert shards.updated
         before = flat.clone()
         gather = technique.gather([shards])
@@ -157,9 +164,7 @@ def _allocations() -> list[str]:
     asked: list[str] = []
     for step in range(2):
         with torch.no_grad(), Watch() as watch:
-            shards.keep()
-            flat.add_(0.01)
-            shards.encode()
+            shards.encode(lambda of_megatron, start, end: flat[start:end].add_(0.01))
             shards.start()
             shards.finish()
         asked = watch.allocated + watch.read_by_host if step else []

@@ -16,12 +16,13 @@ from optimus_cc_ext.collectives.messages import BlockCodecs, Tools
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.collectives.ranges import portions
 from optimus_cc_ext.collectives.reducers import Reducer, Reduction
-from optimus_cc_ext.collectives.ring import Ring, Slice, _Slot, slot_bytes
+from optimus_cc_ext.collectives.ring import Ring, Slice, _Slot
 from optimus_cc_ext.compressors import blocks
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import PARAM_GATHER
 from optimus_cc_ext.errors import FlagError
+from optimus_cc_ext.slots import slot_bytes
 from optimus_cc_ext.techniques.bucket import Bucket as MegatronBucket
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, gather_plan
 from optimus_cc_ext.techniques.bucket_rules import ParameterRecord
@@ -106,6 +107,10 @@ def _allocated(ring: Ring) -> int:
     return sum(slot.nbytes for slot in ring._free)
 
 
+def _write(new: torch.Tensor, of_megatron: Any, start: int, end: int) -> None:
+    of_megatron.param_data[start:end].copy_(new[start:end])
+
+
 def _gathered(dtype: torch.dtype, limit: float | None, slots: int) -> Found:
     """Update all shards of all buckets, begin all gathers, and then wait for each, as a forward pass does."""
     dist.init_process_group("gloo")
@@ -123,10 +128,11 @@ def _gathered(dtype: torch.dtype, limit: float | None, slots: int) -> Found:
         flats.append(bucket.flat)
     expected = ring.nbytes
     for _ in range(2):
-        with gathers.updating([shards.bucket.of_megatron for shards in found]):
-            for index, flat in enumerate(flats):
-                own = flat.view(RANKS, -1)[dist.get_rank()]
-                own.add_(torch.randn(own.shape, generator=torch.Generator().manual_seed(dist.get_rank() + 9 * index)))
+        targets = [
+            torch.randn(f.shape, generator=torch.Generator().manual_seed(n)).add_(f) for n, f in enumerate(flats)
+        ]
+        for shards, target in zip(found, targets, strict=True):
+            gathers.update([shards.bucket.of_megatron], partial(_write, target))
         under_way = [gathers.gather([shards]) for shards in found]
         for each in under_way:
             each.wait()

@@ -183,7 +183,7 @@ HOT_PATH = {
     Exchange: ("start", "second_phase", "finish"),
     FactorStates: ("commit", "rescale_residuals"),
     FusedEmbeddingSync: ("reduce",),
-    Shards: ("keep", "encode", "start", "finish"),
+    Shards: ("encode", "start", "finish"),
 }
 
 

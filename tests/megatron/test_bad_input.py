@@ -3,7 +3,6 @@
 Each case is one forked rank of four that do not exist (PP2 x DP2 unless said), stopped after validation.
 """
 
-import contextlib
 import os
 import shlex
 import socket
@@ -140,13 +139,14 @@ def test_in_a_custom_loop_a_precision_aware_optimizer_is_refused_before_it_has_c
     bucket, copied, compressed = object(), list[object](), list[object]()
     gather = types.SimpleNamespace(
         of=lambda buckets: [each for each in buckets if each is bucket],
-        updating=lambda buckets: contextlib.nullcontext(compressed.append(buckets)),
+        update=lambda buckets, write: [compressed.append(buckets)][:0],
     )
     [(_, wrap)] = distrib_optimizer.wraps([types.SimpleNamespace(parameters=gather)])  # type: ignore[arg-type]
     optimizer = types.SimpleNamespace(
         config=types.SimpleNamespace(use_precision_aware_optimizer=True),
-        buffers=[types.SimpleNamespace(buckets=[bucket])],
-    )
+        buffers=[types.SimpleNamespace(buckets=[bucket])], _get_model_param_range_map=None,
+        shard_fp32_from_float16_groups=[], model_float16_groups=[],
+    )  # fmt: skip
     with pytest.raises(FlagError, match=r"--param-gather-format: a precision-aware optimizer"):
         wrap(copied.append)(optimizer)
     assert not copied

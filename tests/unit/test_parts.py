@@ -100,6 +100,12 @@ class Inner:
     def __init__(self) -> None:
         self.late: int = 1
         self.first, self.second = 2, 3
+        # fmt: off
+        (
+            self.third,
+            self.fourth,
+        ) = 4, 5
+        # fmt: on
 
 
 class Outer(Inner):
@@ -117,7 +123,7 @@ class Outer(Inner):
     ("owner", "names", "missing"),
     [
         ("Settings", ("size", "shape", "gone"), ["gone"]),
-        ("Outer", ("late", "first", "second", "computed", "mark", "gone", "read"), ["gone", "read"]),
+        ("Outer", ("late", "first", "second", "third", "fourth", "computed", "mark", "gone", "read"), ["gone", "read"]),
         ("", ("Settings", "marked", "gone"), ["gone"]),
     ],
 )

@@ -10,7 +10,6 @@ from torch import Tensor
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.fast import fast_codec
 from optimus_cc_ext.compressors.formats import BLOCK
-from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import blocks as block_launches
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
@@ -129,7 +128,7 @@ def test_they_compile_for_gpus(tmp_path, capability: int, format, rotated, dtype
     with compiling(capability, tmp_path) as compiled:
         messages = encoded(codec, values)
         codec.decode(messages, SCATTERED, values)
-        codec.decode_onto(messages, SCATTERED, values, Scratch())
+        codec.decode_onto(messages, SCATTERED, values)
         codec.decode_add(messages[:1].repeat(3, 1), SCATTERED, 0, values)
     assert len(compiled) == 8
     # Compute capability 12.0 has 99 KiB of shared memory per program; the other capabilities have more.
@@ -150,12 +149,12 @@ def test_launches_ask_torch_for_nothing_once_the_layout_has_been_seen(monkeypatc
     monkeypatch.setattr(block_launches, "_taken", lambda values, messages: True)
     codec, values = both(format, rotated)[0], gaussian(NUMEL, dtype=torch.bfloat16)
     messages = encoded(codec, values)
-    several, scratch = messages[:1].repeat(3, 1), Scratch()
+    several = messages[:1].repeat(3, 1)
 
     def step() -> None:
         codec.encode(values, SCATTERED, messages)
         codec.decode(messages, SCATTERED, values)
-        codec.decode_onto(messages, SCATTERED, values, scratch)
+        codec.decode_onto(messages, SCATTERED, values)
         codec.decode_add(several, SCATTERED, 0, values)
 
     step()
@@ -252,8 +251,8 @@ class TestBlockKernels:
         ours, torchs = both(format, rotated)
         messages, there = encoded(torchs, gaussian(NUMEL, dtype=dtype)), gaussian(NUMEL, seed=1).mul_(30).to(dtype)
         found, expected = there.clone(), there.clone()
-        ours.decode_onto(messages, SCATTERED, found, Scratch())
-        torchs.decode_onto(messages, SCATTERED, expected, Scratch())
+        ours.decode_onto(messages, SCATTERED, found)
+        torchs.decode_onto(messages, SCATTERED, expected)
         assert torch.equal(found, expected)
         literal = there + torch.zeros_like(there).copy_(decoded(torchs, messages, dtype).nan_to_num())
         assert torch.equal(found, literal), "rounded when it is decoded, and again when it is added"
@@ -287,7 +286,7 @@ class TestBlockKernels:
         assert sorted(launched) == ["copy_values", "encode_blocks"]
         for decode in (
             lambda: codec.decode(messages, layout, values),
-            lambda: codec.decode_onto(messages, layout, values, Scratch()),
+            lambda: codec.decode_onto(messages, layout, values),
             lambda: codec.decode_add(messages, layout, 3, values),
         ):
             launched.clear()

@@ -11,7 +11,6 @@ from torch import Tensor
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.compressors.blocks import BlockLayout
 from optimus_cc_ext.compressors.formats import FORMATS
-from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import launches, trial
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
@@ -139,7 +138,7 @@ def _encode_and_decode(format: str, dtype: torch.dtype, align: int) -> None:
         messages = torch.empty(2, codec.message_bytes(layout, kind), dtype=torch.uint8, device=DEVICE)
         codec.encode(values, layout, messages)
         codec.decode(messages, layout, values)
-        codec.decode_onto(messages, layout, values, Scratch())
+        codec.decode_onto(messages, layout, values)
         codec.decode_add(messages[:1].expand(4, -1), layout, 1, values)
     rows = gaussian(1, 5, 384).to(dtype)[0]
     codec.decode_rows(codec.encode_rows(rows), dtype)

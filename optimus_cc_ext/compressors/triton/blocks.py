@@ -12,7 +12,6 @@ from torch import Tensor
 
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec, hadamard
 from optimus_cc_ext.compressors.formats import BLOCK
-from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.launches import DTYPES, INTERPRETED
 
@@ -102,13 +101,13 @@ class TritonCodec(Codec):
             super().decode(messages, layout, out)
 
     @torch.no_grad()
-    def decode_onto(self, messages: Tensor, layout: BlockLayout, out: Tensor, scratch: Scratch) -> None:
+    def decode_onto(self, messages: Tensor, layout: BlockLayout, out: Tensor) -> None:
         # Blocks take one kernel and dense values another, whatever the number of messages.
         messages = self._by_message(messages, layout, out.dtype)
         if self._has_kernels and _taken(out, messages):
             self._add_up(messages, layout, slice(None), 1, out, onto=True)
         else:
-            super().decode_onto(messages, layout, out, scratch)
+            super().decode_onto(messages, layout, out)
 
     @torch.no_grad()
     def decode_add(self, messages: Tensor, layout: BlockLayout, index: int, out: Tensor, *, onto: bool = False) -> None:

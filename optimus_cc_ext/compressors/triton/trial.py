@@ -12,7 +12,6 @@ from torch import Tensor
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import BLOCK, format_named
 from optimus_cc_ext.compressors.numerics import private_generator
-from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.blocks import WIDEST, TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
@@ -99,7 +98,7 @@ def _blocks(format: str, dtype: torch.dtype, device: torch.device, rotated: bool
         codec.decode(messages, layout, out)
     _agree(torch.equal(found, wanted), f"{subject}: decoded values differ from torch's")
     for codec, out in ((ours, found), (torchs, wanted)):
-        codec.decode_onto(messages, layout, out, Scratch())
+        codec.decode_onto(messages, layout, out)
     _agree(torch.equal(found, wanted), f"{subject}: decoded values, added to others, differ from torch's")
     senders = torch.cat([messages, expected])
     # The sums of a rotation differ in fp32's last bits, which can change how they round to 16 bits.

@@ -14,7 +14,6 @@ from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.legs import Bytes, Span, all_reduce, bytes_of
 from optimus_cc_ext.collectives.messages import Formats
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels, Node
-from optimus_cc_ext.collectives.ring import Exchanged, slot_bytes, slots_bytes
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
     CLASSES,
@@ -29,6 +28,7 @@ from optimus_cc_ext.config.classes import (
 from optimus_cc_ext.config.presets import Layout, saves_nothing
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.placement import Placement
+from optimus_cc_ext.slots import Exchanged, slot_bytes, slots_bytes
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, ParameterRecord
 from optimus_cc_ext.techniques.crossing import left_dense, levels_of_experts, levels_of_group
 from optimus_cc_ext.techniques.fused_embedding_sync import legs_of_sum, plan_of_union, union_ranks
@@ -359,9 +359,7 @@ def compression_memory(
 
 
 def _messages(plans: Sequence[GroupPlan], gpt: Gpt, layout: Layout, config: OptimusConfig, on: OnNodes) -> int:
-    """Return a rank's bytes for messages of its gradients and parameters, for its shards before the step, and for the
-    change of a slice.
-    """
+    """Return a rank's bytes for messages of its gradients and parameters, and for a slice's old values."""
     found, change, formats, dtype = 0, 0, _formats(config, on), gpt.gradient_dtype
     gradients, parameters, embedding = list[Exchanged](), list[Exchanged](), list[Exchanged]()
     for bucket in (bucket for plan in plans for bucket in plan.buckets):
@@ -373,13 +371,12 @@ def _messages(plans: Sequence[GroupPlan], gpt: Gpt, layout: Layout, config: Opti
         if gather is not None:
             parameters.append(Exchanged(gather.gather_bytes, gpt.overlaps_parameters))
             width = gpt.parameter_dtype.itemsize
-            found += bucket.record.numel // gather.ranks * width
         if isinstance(gather, ExactPlan):
             found += sum(gather.kept)
+            change = max(change, max((span.stop - span.start for span in gather.spans), default=0) * width)
         elif gather is not None:
-            spans = [layout.span(0) for layout in gather.layouts]
             found += gather.message_bytes[0]
-            change = max(change, max(end - start for start, end in spans) * width)
+            change = max(change, max(sum(n for _, n in layout.spans(0)) for layout in gather.layouts) * width)
     for numel in (plan.tied_bytes // dtype.itemsize for plan in plans if plan.tied_bytes):
         if config.is_on(EMBEDDING) and formats is not None:
             if layout.distributed_optimizer:

@@ -170,7 +170,7 @@ def plan_of(asked: Asked) -> WholePlan:
         *left,
         *([f"Not part of a plan: {' '.join(unread)}"] if unread else []),
     ]
-    shown = [tables.parts(job, found, chosen), tables.summary(found), tables.needs(job, found, chosen)]
+    shown = [tables.parts(job, found, chosen), tables.summary(found), tables.needs(cluster, job, found, chosen)]
     return WholePlan(found, chosen, lines, shown)
 
 

@@ -52,9 +52,9 @@ def parts(job: Job, found: Sequence[Variant], chosen: Variant) -> Table:
     return Table(("", *(v.name for v in shown)), rows, title="Where the seconds go, unhidden", last_is_sum=True)
 
 
-def needs(job: Job, found: Sequence[Variant], chosen: Variant) -> Table:
+def needs(cluster: Cluster, job: Job, found: Sequence[Variant], chosen: Variant) -> Table:
     """Return the memory of vanilla and of the recommended variant."""
-    needed = [memory(job, v.config) for v in (found[0], chosen)]
+    needed = [memory(job, v.config, cluster.gpus_per_node) for v in (found[0], chosen)]
     rows: list[tuple[Cell, ...]] = [(name, *(round(each[name] / 1e9, 2) for each in needed)) for name in needed[0]]
     return Table(("GB on a rank of the first stage", "vanilla", chosen.name), rows, title="Memory")
 

@@ -5,10 +5,20 @@ table of formats gives the bits per value of a block format. Coding in blocks co
 kernel; on an H200 int8 took 1.1 to 1.3 times as long. Low rank costs what was measured on the H200.
 """
 
+import math
 from collections.abc import Collection
 from functools import lru_cache
 
-from optimus_cc_ext.compressors.formats import EXACT, block_format, format_named
+from optimus_cc_ext.announce import COMPRESSION_STATE, MESSAGE_BUFFERS
+from optimus_cc_ext.compressors.formats import (
+    AT_ONCE,
+    BLOCK,
+    EXACT,
+    EXACT_KEPT_BITS,
+    block_format,
+    format_named,
+    section_bytes,
+)
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import (
     DP_GRADIENTS,
@@ -16,8 +26,10 @@ from optimus_cc_ext.config.classes import (
     PARAM_GATHER,
     PIPELINE_BACKWARD,
     PIPELINE_FORWARD,
+    TrafficClass,
     classes_among,
 )
+from optimus_cc_ext.slots import Exchanged, slices, slot_bytes, slots_bytes
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant, Gpu
 from optimus_cc_ext.tools.plan.model import Job
@@ -262,8 +274,8 @@ def _gather(cluster: Cluster, job: Job, config: OptimusConfig, group: Group, par
     else:
         bits, shard = cluster.exact_bits if form == EXACT else bits_of(form), parameters / ranks
         gpu, nbytes = cluster.gpu, parameters * bits / 8
-        # A rank keeps its own shard, computes its change, and restores it; then it decodes all messages and adds them
-        # to the parameters.
+        # A rank keeps the old values of its shard, slice by slice, computes their change, and restores them; then it
+        # decodes all messages and adds them to the parameters.
         coding = kernel(gpu, 7 * width * shard + nbytes / ranks) + kernel(gpu, nbytes + 5 * width * parameters)
         if form == EXACT:
             coding = moved(gpu, _EXACT_PASSES * (shard + parameters))
@@ -271,40 +283,104 @@ def _gather(cluster: Cluster, job: Job, config: OptimusConfig, group: Group, par
     return Sent(nbytes=ring_bytes(nbytes, ranks, twice=False), transfer=transfer)
 
 
-def memory(job: Job, config: OptimusConfig = DENSE) -> dict[str, float]:
-    """Return the bytes that a rank of the first stage, which needs most, uses for each purpose."""
+def _message_buffers(job: Job, config: OptimusConfig, per_node: int) -> float:
+    """Return the bytes of slots on a rank of the first stage, of its unsent messages, and of a slice's old values."""
+    sharded, embedding, limit = job.distributed_optimizer, job.embeddings_on(0), slot_bytes(config.message_memory)
+    tied = embedding if job.shares_embedding and job.pp > 1 else 0
+    fused, routed = config.is_on(EMBEDDING) and tied > 0, job.routed_on(0)
+    other = job.parameters_on(0) + (0 if job.ep > 1 else routed)
+    routers = round(sum(math.prod(m.on_rank(job.tp)) * m.layers for m in job.model.matrices if m.router) / job.pp)
+    found, beside, before, gathered = dict[TrafficClass, list[Exchanged]](), 0.0, 0.0, config.format_of(PARAM_GATHER)
+    replicas = Group.strided(job.replicas, job.replica_stride, per_node)
+    experts = Group.strided(job.expert_replicas, job.expert_stride, per_node)
+
+    def dense(form: str, of: TrafficClass, group: Group) -> bool:
+        inside = config.is_dense_inside(of) and group.nodes == 1
+        return form in ("dense", "low-rank") or group.ranks == 1 or inside
+
+    for values, beside_embedding, group, of in (
+        (other + embedding - tied, other, replicas, DP_GRADIENTS),
+        (tied, 0, replicas, EMBEDDING if fused else DP_GRADIENTS),
+        (routed if job.ep > 1 else 0, 0, experts, DP_GRADIENTS),
+    ):
+        if not values:
+            continue
+        # All messages are as long as the longest one: shards of an embedding hold no routers, which are sent dense.
+        plain = routers * values / beside_embedding / group.ranks if beside_embedding else 0.0
+        coded = values / group.ranks - (0.0 if (values - beside_embedding) * group.ranks > values else plain)
+        form, shard = config.format_of(of), values * job.instances / group.ranks
+        if not dense(form, of, group):
+            two = config.dp_compression_levels != "one" and group.nodes > 1
+            members = group.ranks // job.instances if job.instances > 1 else group.per_node if two else 1
+            alone = of is EMBEDDING and not sharded
+            nbytes = _sliced(form, coded, plain, job.gradient_bytes, group.ranks // members, limit)
+            found.setdefault(of if alone else DP_GRADIENTS, []).append(
+                Exchanged([2 * each for each in nbytes], job.overlap_grad_reduce and not alone)
+            )
+            beside += 2 * shard * bits_of(form) / 8 if of is EMBEDDING and sharded else 0
+        if sharded and not dense(gathered, PARAM_GATHER, group):
+            owners, width = group.ranks // job.instances, job.value_bytes
+            if gathered == EXACT:
+                nbytes = [min(width * values, limit)] * math.ceil(width * values / limit)
+                beside += EXACT_KEPT_BITS / 8 * shard
+            else:
+                nbytes = _sliced(gathered, job.instances * coded, job.instances * plain, width, owners, limit)
+                beside += sum(nbytes) / owners
+            found.setdefault(PARAM_GATHER, []).append(Exchanged(nbytes, job.overlap_param_gather))
+            before = max(before, width * shard / len(nbytes))
+    if config.format_of(DP_GRADIENTS) == "low-rank":
+        beside += 4 * low_rank_values(job, config)[0]
+    return slots_bytes(found.values()) + beside + before
+
+
+def _sliced(form: str, coded: float, plain: float, width: int, ranks: int, limit: int) -> list[int]:
+    """Return the bytes of the messages of all ranks in one direction, by slice: `coded` values of each message are
+    encoded, and `plain` ones are sent in `width` bytes.
+    """
+
+    def nbytes(blocks: int, values: int) -> int:
+        return ranks * section_bytes(blocks, values, format_named(form).code_bytes, width)[2]
+
+    blocks, values = math.ceil(coded / BLOCK), math.ceil(plain)
+    if 2 * nbytes(blocks, values) <= limit:
+        return [nbytes(blocks, values)]
+    count, unit = slices(lambda *each: 2 * nbytes(*each), blocks, values, limit, AT_ONCE)
+    # Where they can be cut, the longest slice is some half of a unit longer than the others.
+    share = -(-blocks // count), -(-values // count)
+    return [nbytes(share[0] + unit // 2, share[1]), *[nbytes(*share)] * (count - 1)]
+
+
+def memory(job: Job, config: OptimusConfig = DENSE, per_node: int = 8) -> dict[str, float]:
+    """Return the bytes that a rank of the first stage, which needs most, uses for each purpose.
+
+    Args:
+        per_node: GPUs of a node.
+    """
     own, routed = job.parameters_on(0) + job.embeddings_on(0), job.routed_on(0)
     parameters, shards = own + routed, job.instances * (own / job.replicas + routed / job.expert_replicas)
-    width, ours, ring = 4 if config.compression_state_dtype == "fp32" else 2, 0.0, 0.0
-    gradients, messages, gathered = map(config.format_of, (DP_GRADIENTS, PIPELINE_BACKWARD, PARAM_GATHER))
-    if gradients == "low-rank":
-        small, covered = low_rank_values(job, config)
-        ours += width * ((covered if config.dp_error_feedback else 0) + small)
-    elif block_format(gradients):
-        # Messages of gradients go in both directions, and the sums reuse their memory.
-        ring = 2 * format_named(gradients).bits_per_value / 8 * (job.parameters_on(0) + routed)
-    if block_format(messages) and config.lazy_error_propagation:
-        ours += job.value_bytes * job.vpp * job.message_rows * job.model.hidden
-    if config.remembers(PIPELINE_BACKWARD):
-        residual = job.message_rows if config.lazy_error_propagation else 0
-        ours += width * job.vpp * (residual + config.compressed_backprop_rank) * job.model.hidden
-    if gathered != "dense":
-        # The gather keeps this rank's message until it is sent, and its shard before the step.
-        coded = bits_of(gathered) / 8
-        ours += (coded + job.value_bytes) * shards
-        ring = max(ring, coded * parameters)
-    ours += min(ring, config.message_memory * 1e6)
+    width, state, tokens = 4 if config.compression_state_dtype == "fp32" else 2, 0.0, 0.0
+    if config.format_of(DP_GRADIENTS) == "low-rank":
+        # Residuals and warm starts are kept twice, so that a step can be repeated.
+        state = sum(
+            count * (2 * width * (n * bool(config.dp_error_feedback) + r) + 4 * r) * m
+            for n, m, r, count in _matrices(job, config)
+        )
+    if config.lazy_error_propagation and config.is_on(PIPELINE_BACKWARD):
+        copies = 2 * width if config.remembers(PIPELINE_BACKWARD) else job.value_bytes
+        state += copies * job.vpp * job.message_rows * job.model.hidden
     rows = max(map(config.format_of, classes_among("experts")), key=_row_bits)
     if block_format(rows):
         # An exchange keeps two messages and the decoded tokens.
-        ours += job.routed_rows * job.model.hidden * (2 * _row_bits(rows) / 8 + job.value_bytes)
+        tokens = job.routed_rows * job.model.hidden * (2 * _row_bits(rows) / 8 + job.value_bytes)
     return {
         "weights": 2.0 * parameters,
         "gradients": float(job.gradient_bytes * parameters),
         # The optimizer keeps master weights and Adam's two moments in fp32: 12 bytes for each parameter.
         "optimizer": 12.0 * (shards if job.distributed_optimizer else parameters),
         "activations": activation_bytes(job),
-        "compression": ours,
+        COMPRESSION_STATE: state,
+        MESSAGE_BUFFERS: _message_buffers(job, config, per_node),
+        "experts' tokens": tokens,
         "context": CONTEXT,
     }
 
@@ -362,7 +438,7 @@ def check_memory(
     Raises:
         PlanError: the bytes exceed the GPU's memory by more than the relative `error`; the message says by how much.
     """
-    needs = memory(job, config)
+    needs = memory(job, config, cluster.gpus_per_node)
     used = cluster.memory_scale * sum(needs.values())
     if used > cluster.gpu.memory * (1 + error):
         most = max(needs, key=lambda name: needs[name])

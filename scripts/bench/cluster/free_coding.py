@@ -33,8 +33,8 @@ def decode_onto(self: Codec, *unused: Any) -> None:
 def decode_add(self: Codec, messages: Tensor, layout: Any, index: int, out: Tensor, *, onto: bool = False) -> None:
     """Replace `Codec.decode_add`: write zeros in place of the sum, or with `onto` add nothing."""
     if not onto:
-        start, end = layout.span(index)
-        out[start:end].zero_()
+        for start, length in layout.spans(index):
+            out[start : start + length].zero_()
 
 
 def encode_rows(self: Codec, rows: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.fast import fast_codec
-from optimus_cc_ext.compressors.scratch import Scratch
 from scripts.bench.compressors import compiled
 from scripts.bench.compressors.timing import Work, captured
 from scripts.bench.compressors.variants import VARIANTS, applied
@@ -51,7 +50,7 @@ def cases(device: torch.device, numel: int, containing: str, variants: bool) -> 
                 steps: dict[str, tuple[int, Step]] = {
                     "encode": (held + nbytes, partial(_encode, values, layout, message[:1].clone())),
                     "decode": (held + nbytes, partial(_decode, message[:1], layout, out)),
-                    "decode onto": (2 * held + nbytes, partial(_decode_onto, message[:1], layout, out, Scratch())),
+                    "decode onto": (2 * held + nbytes, partial(_decode_onto, message[:1], layout, out)),
                     "add two senders": (held + 2 * nbytes, partial(_decode_add, message, layout, out)),
                 }
                 for name, (moved, step) in steps.items():
@@ -124,10 +123,8 @@ def _decode(message: torch.Tensor, layout: BlockLayout, out: torch.Tensor, codec
     return out
 
 
-def _decode_onto(
-    message: torch.Tensor, layout: BlockLayout, out: torch.Tensor, scratch: Scratch, codec: Codec
-) -> torch.Tensor:  # fmt: skip
-    codec.decode_onto(message, layout, out, scratch)
+def _decode_onto(message: torch.Tensor, layout: BlockLayout, out: torch.Tensor, codec: Codec) -> torch.Tensor:
+    codec.decode_onto(message, layout, out)
     return out
 
 

@@ -30,7 +30,6 @@ from unittest.mock import patch
 import torch
 
 from optimus_cc_ext.compressors.blocks import BlockLayout
-from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.compressors.triton import blocks, launches
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
@@ -77,7 +76,7 @@ def _decode(codec: TritonCodec, values: torch.Tensor, layout: BlockLayout) -> No
 
 
 def _decode_onto(codec: TritonCodec, values: torch.Tensor, layout: BlockLayout) -> None:
-    codec.decode_onto(_messages(codec, values, layout), layout, values, Scratch())
+    codec.decode_onto(_messages(codec, values, layout), layout, values)
 
 
 def _decode_add(codec: TritonCodec, values: torch.Tensor, layout: BlockLayout) -> None:
