@@ -44,7 +44,7 @@ def test_all_that_leaves_a_host_is_what_the_log_counts(tmp_path: Path, hosts: st
     # Sums over the run, because a log line that is read late moves bytes from one iteration to the next.
     sent = sum(sum(each.payload) for each in run.iterations)
     (tokens, _), (counted, dense) = (
-        (sum(each.traffic[tag][side] for each in run.iterations for tag in tags) for side in (0, 1))
+        [sum(each.traffic[tag][side] for each in run.iterations for tag in tags) for side in (0, 1)]
         for tags in (("expert dispatch", "expert gradient"), (BETWEEN_NODES,))
     )
     print(
