@@ -17,6 +17,7 @@ from optimus_cc_ext.config.classes import PARAM_GATHER
 from optimus_cc_ext.config.flags import PRESETS, Request
 from optimus_cc_ext.config.presets import Layout, amplified, check_layout, resolve
 from optimus_cc_ext.config.refusals import refuse_unsupported
+from optimus_cc_ext.config.trials import on_trial
 from optimus_cc_ext.errors import FlagError, OptimusError, is_first_rank
 from optimus_cc_ext.hooks.distributed_data_parallel import check_groups, grid_of, take_place
 from optimus_cc_ext.hooks.facts import is_tied, layout_from, options_of
@@ -28,7 +29,7 @@ from optimus_cc_ext.hooks.training import training_device
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.groups import close_abandoned
 from optimus_cc_ext.techniques.session import Session
-from optimus_cc_ext.techniques.trial import Trial, WaysByTurns, on_trial
+from optimus_cc_ext.techniques.trial import Trial, WaysByTurns
 
 Choice = Callable[[Layout, argparse.Namespace], tuple[OptimusConfig, Layout]]
 """Chooses the configuration of a model by its layout and Megatron's options, and says by which layout it chose."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from optimus_cc_ext.announce import say
-from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, EMBEDDING, PARAM_GATHER, TrafficClass
+from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER, TrafficClass
+from optimus_cc_ext.config.trials import LEAST_GAIN
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.technique import Technique
@@ -26,30 +26,7 @@ TIMED = tuple(letter == "D" for letter in "DAADDA" + "ADDAAD")
 
 _ROUND = 6
 _MOST_TRIES = 20
-_LEAST_GAIN = 0.025
-"""Share of the dense seconds that compression has to save."""
 _CURE = "--no-compression-trial compresses all the same"
-
-
-def on_trial(config: OptimusConfig, inside: Collection[TrafficClass] = ()) -> frozenset[TrafficClass]:
-    """Return the classes that are dense in one way and compressed in the other; none: there is no trial.
-
-    They are those that a preset alone asks for, and gradients whose stages are `auto`. Low rank has state, which a
-    dense step would not carry on.
-
-    Args:
-        inside: the classes that stay dense because nothing of them leaves a node.
-    """
-    on = [traffic for traffic in CLASSES if config.is_on(traffic)]
-    if not config.compression_trial or any(config.format_of(traffic) == "low-rank" for traffic in on):
-        return frozenset()
-    tried = {traffic for traffic in on if config.only_by_preset(traffic)}
-    if DP_GRADIENTS in on and config.dp_compression_stages == "auto":
-        tried.add(DP_GRADIENTS)
-    elif DP_GRADIENTS in on and DP_GRADIENTS not in tried:
-        # The reducers of gradients that are compressed in both ways leave the tied embedding out.
-        tried.discard(EMBEDDING)
-    return frozenset(tried.difference(inside))
 
 
 @dataclass
@@ -139,7 +116,7 @@ def verdict(seconds: Sequence[float], name: str) -> tuple[bool | None, str]:
     apart = max(compressed) < min(dense) or max(dense) < min(compressed)
     if not apart and len(seconds) < len(TIMED):
         return None, said
-    return median(compressed) <= median(dense) * (1 - _LEAST_GAIN), said
+    return median(compressed) <= median(dense) * (1 - LEAST_GAIN), said
 
 
 def choice_of_8b301ab(state: Mapping[str, Any], stages: int) -> bool | None:

@@ -3,18 +3,29 @@
 `python -m tests.plan.test_does_it_help` writes the table by network anew, and README's, which shows cells of it.
 """
 
+import argparse
 import csv
 import io
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from string import Template
 
 import pytest
 
+from optimus_cc_ext.config.classes import TrafficClass
+from optimus_cc_ext.config.trials import LEAST_GAIN
+from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.tools import cli
+from optimus_cc_ext.tools.plan.answer import ADMITTED
+from optimus_cc_ext.tools.plan.command import add_arguments, asked_of
+from optimus_cc_ext.tools.plan.hardware import network_of
+from optimus_cc_ext.tools.plan.iteration import iteration
+from optimus_cc_ext.tools.plan.variants import Band, Sweep, config_in
 from scripts.planned import __main__ as planned
 from scripts.planned.grid import NETWORKS
 
@@ -120,6 +131,35 @@ def test_where_rdma_runs_the_page_names_the_faster_of_once_a_node_and_hybridep()
     for link, ours in (("roce100x1", True), ("hdr1", True), ("ndr1", True), ("ndr8", False)):
         once, vanilla = (over_nodes(link, 4, flags) for flags in ([*BALANCED, *AUTO], []))
         assert (once < vanilla) is ours, f"{link}: {once} s once a node, {vanilla} s with vanilla's best dispatcher"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("column", range(6))
+def test_balanced_saves_what_the_best_of_its_classes_save_or_nothing_where_its_trial_goes_dense(column: int) -> None:
+    words = list(commands(section(BY_NETWORK)))[column]
+    place = words.index("--sweep")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    asked = asked_of(parser.parse_args([*words[1:place], *words[place + 2 :]]))
+    job, allowed = asked.job, list[TrafficClass]()
+    for traffic in ADMITTED:
+        with suppress(FlagError):
+            config_in([traffic.format_flag, ADMITTED[traffic]], job)
+            allowed.append(traffic)
+    for network in Sweep.parsed(words[place + 1]).links:
+        cluster = replace(asked.cluster, network=network_of(network))
+        vanilla = iteration(cluster, job).seconds
+        saved = [
+            100 * (1 - iteration(cluster, job, config_in(flags, job)).seconds / vanilla)
+            for number in range(1, len(allowed) + 1)
+            for classes in combinations(allowed, number)
+            for flags in [[word for each in classes for word in (each.format_flag, ADMITTED[each])]]
+        ]
+        balanced = 100 * (1 - Band(cluster, job).seconds(config_in(["--optimus-cc", "balanced"], job))[0] / vanilla)
+        if max(saved) < 100 * LEAST_GAIN:
+            assert balanced == 0.0, network
+        elif max(saved) - 0.2 >= 100 * LEAST_GAIN:
+            assert balanced >= max(saved) - 0.2, network
 
 
 IN_README = {"GPT 8.3B": 1, "Llama 3 8B": 2, "Qwen3 30B": 4}

@@ -9,9 +9,10 @@ import torch
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, EMBEDDING, PARAM_GATHER, PIPELINE_BACKWARD
 from optimus_cc_ext.config.presets import Layout, config_of
+from optimus_cc_ext.config.trials import on_trial
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.techniques.technique import Technique
-from optimus_cc_ext.techniques.trial import Trial, WaysByTurns, choice_of_8b301ab, on_trial, verdict
+from optimus_cc_ext.techniques.trial import Trial, WaysByTurns, choice_of_8b301ab, verdict
 
 LAYOUT = Layout(stages=2, data_parallel=2, tied_embeddings=True, distributed_optimizer=True, master_copies=True)
 ALL = {"pipeline_forward", "compressed_backprop", "dp_compression", "fused_embedding_sync", "param_gather"}

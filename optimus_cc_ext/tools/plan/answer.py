@@ -10,6 +10,7 @@ from optimus_cc_ext.config.classes import (
     PIPELINE_BACKWARD,
     TrafficClass,
 )
+from optimus_cc_ext.config.trials import LEAST_GAIN
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster
@@ -126,7 +127,7 @@ def recommended(cluster: Cluster, job: Job, band: Band, found: Sequence[Answer],
     if not flags or gain.verdict != "pays":
         return vanilla
     used = check_memory(cluster, job, config)
-    return Variant("recommended", " ".join(flags), config, iteration(cluster, job, config), gain, used)
+    return Variant("recommended", " ".join(flags), config, band.results(config)[0], gain, used)
 
 
 def in_bf16(job: Job) -> Job | None:
@@ -154,6 +155,16 @@ def answer_lines(cluster: Cluster, job: Job, found: Sequence[Answer], chosen: Va
         )
     equal = [v.name for v in all_of_them[1:] if v.flags != chosen.flags and gain.least <= v.gain.planned <= gain.most]
     return said + ([f"within the band of it, without regard to loss: {', '.join(equal)}"] if equal else [])
+
+
+def trials(band: Band, found: Sequence[Variant]) -> list[str]:
+    """Return a line for the user's variant if the trial of its preset would go dense."""
+    return [
+        f"{each.name}: 0 % from what its preset alone asks for, because a trial in the run that saves less than "
+        f"{100 * LEAST_GAIN:g} % goes dense (--no-compression-trial compresses all the same)"
+        for each in found
+        if each.name == "yours" and band.goes_dense(each.config)
+    ]
 
 
 def class_of(name: str) -> TrafficClass:

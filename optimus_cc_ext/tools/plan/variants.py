@@ -11,6 +11,7 @@ from itertools import groupby, product
 
 from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.presets import Layout, config_of
+from optimus_cc_ext.config.trials import LEAST_GAIN, on_trial
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster, network_of
@@ -146,9 +147,28 @@ class Band:
         self._plain = [iteration(corner, best) for corner in self._corners]
         self.vanilla = self._plain[0]
 
+    def results(self, config: OptimusConfig) -> list[PlannedIteration]:
+        """Return the iterations with `config`, in the way that a trial in the run would take: as planned, and at both
+        ends of the uncertainty.
+        """
+        ours, tried = self._on(config), on_trial(config)
+        if not tried:
+            return ours
+        off = {traffic.name: False for traffic in tried if hasattr(config, traffic.name)}
+        dense = self._on(config.replace(**off, **{traffic.format_field: "dense" for traffic in tried}))
+        pays = (each.seconds <= other.seconds * (1 - LEAST_GAIN) for each, other in zip(ours, dense, strict=True))
+        return [each if saves else other for each, other, saves in zip(ours, dense, pays, strict=True)]
+
+    def goes_dense(self, config: OptimusConfig) -> bool:
+        """Return whether a trial in the run would leave out, as planned, what a preset alone asks for."""
+        return self.results(config)[0].seconds != self._on(config)[0].seconds
+
     def seconds(self, config: OptimusConfig) -> list[float]:
-        """Return the seconds with `config`: as planned, and at both ends of the uncertainty."""
-        return [iteration(corner, self._job, config).seconds for corner in self._corners]
+        """Return the seconds of `results`."""
+        return [each.seconds for each in self.results(config)]
+
+    def _on(self, config: OptimusConfig) -> list[PlannedIteration]:
+        return [iteration(corner, self._job, config) for corner in self._corners]
 
     def gain(self, config: OptimusConfig) -> Gain:
         """Return the gain of `config`."""
@@ -187,7 +207,7 @@ def variants(cluster: Cluster, job: Job, band: Band, own: Sequence[str] = ()) ->
                 flags = f"--optimus-cc --dp-compression-stages {fewest_stages(cluster, job)}"
             config = config_in(flags.split(), job)
             used = check_memory(cluster, job, config)
-            found.append(Variant(name, flags, config, iteration(cluster, job, config), band.gain(config), used))
+            found.append(Variant(name, flags, config, band.results(config)[0], band.gain(config), used))
         except (FlagError, PlanError):
             if name in asked:
                 raise

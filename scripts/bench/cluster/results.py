@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.trials import on_trial
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
-from optimus_cc_ext.techniques.trial import on_trial
 from optimus_cc_ext.tools.report.table import Cell, Table
 from scripts.bench.cluster.run import Iteration, Run
 from scripts.experiments.models import MODELS, Layout, Training
