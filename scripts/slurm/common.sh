@@ -160,6 +160,18 @@ number_of() { # GPUS: prints 8 for h100:8 and for gpu:8,nvme:1; nothing without 
   [[ ! "${1#*gpu:}" =~ ^([^:]*:)?([0-9]+)(,|$) ]] || echo "${BASH_REMATCH[2]}"
 }
 
+use_network() { # NETWORK_INTERFACE names the network; without it NCCL and gloo choose for themselves
+  [[ -n "${NETWORK_INTERFACE:-}" ]] || return 0
+  [[ "$NETWORK_INTERFACE" =~ ^[A-Za-z0-9][^\ ^=]*$ ]] ||
+    refuse NETWORK_INTERFACE "'$NETWORK_INTERFACE' is not a name, and gloo takes no patterns" "Name the interface, as ip link does"
+  export NCCL_SOCKET_IFNAME="$NETWORK_INTERFACE" GLOO_SOCKET_IFNAME="$NETWORK_INTERFACE"
+}
+
+# A node on which PyTorch sees none of the GPUs that were asked for must not work on its CPUs.
+gpus_if_asked_for() {
+  [[ -z "${SLURM_GPUS_ON_NODE:-}" ]] || export OPTIMUS_CC_DEVICE="${OPTIMUS_CC_DEVICE:-cuda}"
+}
+
 # On a whole node the batch script sees all GPUs, and the step those that were asked for.
 processes_of_a_node() { # sets `processes`
   processes="${PROCESSES_PER_NODE:-$(number_of "${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}")}"

@@ -6,6 +6,8 @@ prints a table and writes the JSON that `optimus-cc plan --cluster` reads.
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -13,6 +15,7 @@ import resource
 import shutil
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -28,16 +31,38 @@ from optimus_cc_ext.placement import Placement, placement_line
 
 MEGABYTES = {"cuda": 64, "cpu": 4}
 TRIES = 5
+DOCTORS_SECONDS = 240
+SIOCGIFADDR = 0x8915
 LEAST_MEMLOCK = 64 << 20
 """Bytes that a process must be able to lock, because InfiniBand's queue pairs live in locked memory."""
+
+
+def works_on_gpus(asked: str) -> bool:
+    """Return whether GPUs are checked: those that were asked for, even if this node has none."""
+    return asked == "cuda" or (asked != "cpu" and torch.cuda.is_available())
+
+
+def addressed(names: Iterable[str]) -> list[str]:
+    """Return those interfaces that have an address: gloo and NCCL cannot use another."""
+    six = Path("/proc/net/if_inet6")
+    found = {line.split()[-1] for line in six.read_text().splitlines()} if six.exists() else set()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for name in names:
+            with contextlib.suppress(OSError):
+                fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.add(name)
+    return sorted(found)
 
 
 def node_faults(interface: str, on_gpus: bool) -> list[str]:
     """Return a sentence for each fault of this node that would end or slow training."""
     found, node = [], socket.gethostname()
     there = sorted(path.name for path in Path("/sys/class/net").iterdir())
-    if interface and interface not in there:
-        found.append(f"NETWORK_INTERFACE: {node} has no interface '{interface}'. Give one of {', '.join(there)}.")
+    with_address = addressed(there)
+    for name in filter(None, interface.split(",")):
+        if name not in with_address:
+            what = f"'{name}' on {node} has no address" if name in there else f"{node} has no interface '{name}'"
+            found.append(f"NETWORK_INTERFACE: {what}. Give one of {', '.join(with_address)}.")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if on_gpus and locked != resource.RLIM_INFINITY and locked < LEAST_MEMLOCK:
         found.append(
@@ -45,6 +70,11 @@ def node_faults(interface: str, on_gpus: bool) -> list[str]:
         )
     if on_gpus and not shutil.which("nvidia-smi"):
         found.append(f"driver: {node} has no nvidia-smi. Install NVIDIA's driver there, or leave the node out.")
+    elif on_gpus and not torch.cuda.is_available():
+        found.append(
+            f"GPUs: PyTorch sees none on {node}. Compare nvidia-smi there with torch.version.cuda, "
+            f"{torch.version.cuda or 'which is a build without CUDA'}."
+        )
     return found
 
 
@@ -97,7 +127,13 @@ def network_name(took: str, ports: Mapping[str, str], interface: str) -> str:
 def doctor_says() -> str:
     """Return the failures that `optimus-cc doctor` reports about this node; empty if it passes."""
     program = "from optimus_cc_ext.tools.cli import main; raise SystemExit(main(['doctor']))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    try:
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DOCTORS_SECONDS)
+    except subprocess.TimeoutExpired:
+        return (
+            f"doctor: {socket.gethostname()}: it did not end within {DOCTORS_SECONDS} s. Is the Python environment on "
+            "a slow file system, or the node busy?"
+        )
     failed = [line.strip() for line in done.stdout.splitlines() if "FAIL" in line]
     return (
         f"doctor: {socket.gethostname()}: {'; '.join(failed) or done.stderr.strip()[-300:]}" if done.returncode else ""
@@ -203,7 +239,7 @@ def main() -> int:
     rank, world, per_node, local = (
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
     )
-    on_gpus = torch.cuda.is_available() and os.environ.get("OPTIMUS_CC_DEVICE") != "cpu"
+    on_gpus = works_on_gpus(os.environ.get("OPTIMUS_CC_DEVICE", ""))
     faults = node_faults(asked.interface, on_gpus)
     if not faults and local == 0 and (said := doctor_says()):
         faults = [said]

@@ -44,7 +44,7 @@ done
 # shellcheck source=scripts/slurm/common.sh
 source "$here/common.sh"
 
-options=() nodes="" dry_run=""
+options=() nodes="" dry_run="" logs=("${SBATCH_OUTPUT:-.}" "${SBATCH_ERROR:-.}")
 gpus="${SBATCH_GPUS_PER_NODE:-${SBATCH_GRES:-}}" # such as 8, h100:8, gpu:8,nvme:1
 all_gpus="${SBATCH_GPUS:-}"                      # number for all nodes together
 unset SBATCH_GPUS                                # it goes on as a number for each node
@@ -72,6 +72,7 @@ understand() { # OPTION VALUE: reads the options of sbatch on which layout and t
     -p | --partition) partition="$2" ;;
     --signal) own_signal="$2" ;;
     -d | --dependency) export DEPENDENCY="$2" ;;
+    -o | --output | -e | --error) logs+=("$2") ;;
     *) gpus="$2" ;;
   esac
   [[ "$1" == -G || "$1" == --gpus ]] || options+=("${@:3}")
@@ -95,15 +96,22 @@ while (($# > 0)); do
       fi
       export "${1?}"
       ;;
+    [a-z]*=*) # another word may be the value of an option of sbatch
+      name="${1%%=*}" name="${name^^}"
+      ! known_variables | grep -x "$name" >/dev/null ||
+        fail "${1%%=*}" "it is not a variable of this job" "Write $name"
+      options+=("$1")
+      ;;
     --dry-run) dry_run=yes ;;
-    -[NGtpnad]?*) # short options with their values, such as -N16
+    -[NGtpnadoeD]?*) # short options with their values, such as -N16
       set -- "${1:0:2}" "${1:2}" "${@:2}"
       continue
       ;;
-    --nodes=* | --gpus-per-node=* | --gres=* | --gpus=* | --time=* | --partition=* | --signal=* | --dependency=*)
+    --nodes=* | --gpus-per-node=* | --gres=* | --gpus=* | --time=* | --partition=* | --signal=* | --dependency=* | --output=* | --error=*)
       understand "${1%%=*}" "${1#*=}" "$1"
       ;;
-    -N | --nodes | --gpus-per-node | --gres | -G | --gpus | -t | --time | -p | --partition | --signal | -d | --dependency)
+    -N | --nodes | --gpus-per-node | --gres | -G | --gpus | -t | --time | -p | --partition | --signal | -d | --dependency | \
+      -o | --output | -e | --error)
       understand "$1" "${2:-}" "$1" "${2:-}"
       shift
       ;;
@@ -117,7 +125,16 @@ while (($# > 0)); do
           "Submit one job, which requeues itself at its time limit, or CHECKPOINT_DIR=none"
       options+=("$1")
       ;;
-    *) options+=("$1") ;;
+    --export | --export=*)
+      [[ "$1 ${2:-}" =~ ^--export[=\ ]ALL[,\ ] ]] || fail "$1" "the job would not get its variables" "Leave it out, or give ALL,NAME=value"
+      options+=("$1")
+      ;;
+    -D | --chdir*) fail "$1" "the job runs in the folder where it was checked" "Call submit.sh in that folder" ;;
+    *)
+      [[ ! "$1" =~ $compressing && ! "$1" =~ $other_ours ]] ||
+        fail "$1" "it is a flag of the program among the options of sbatch" "Give it after --"
+      options+=("$1")
+      ;;
   esac
   shift
 done
@@ -147,6 +164,12 @@ if [[ -n "$gpus" ]] && { trains || [[ "$job" == preflight ]]; }; then
   export PROCESSES_PER_NODE="${PROCESSES_PER_NODE:-$gpus}"
 fi
 [[ -w . ]] || fail "$PWD" "it is not yours to write to, and the job's log goes there" "Call submit.sh in another folder"
+for log in "${logs[@]}"; do
+  # Slurm makes no folder for a log, and a job without its log fails in silence.
+  log_folder="$(dirname -- "$log")"
+  [[ "$log_folder" == *%* || -w "$log" || -w "$log_folder" ]] ||
+    fail "$log" "the job's log cannot be written: '$log_folder' is not a folder where you may write" "Make it first"
+done
 
 seconds_of() { # TIME: prints the seconds of a time in Slurm's form, nothing for no limit; fails if it is none
   local d=0 h=0 m=0 s=0
@@ -163,16 +186,26 @@ seconds_of() { # TIME: prints the seconds of a time in Slurm's form, nothing for
   echo $((((10#$d * 24 + 10#$h) * 60 + 10#$m) * 60 + 10#$s))
 }
 where="${partition:+partition }${partition:-the default partition}"
+# Of several partitions, the job may start in any.
+most="" most_seconds=0 most_nodes=0
+if command -v sinfo >/dev/null; then
+  while read -r name time count; do
+    [[ -n "$partition" || "$name" == *"*" ]] || continue
+    [[ ! "$count" =~ ^[0-9]+$ ]] || ((count <= most_nodes)) || most_nodes="$count"
+    seconds="$(seconds_of "$time")" || continue
+    ((${seconds:-999999999} <= most_seconds)) || most="$time" most_seconds="${seconds:-999999999}"
+  done < <(sinfo -h ${partition:+-p "$partition"} -o '%P %l %D' 2>/dev/null)
+fi
+if trains || [[ "$job" == preflight ]]; then
+  [[ "$most_nodes" == 0 || ! "$nodes" =~ ^[0-9]+$ ]] || ((nodes <= most_nodes)) ||
+    fail --nodes "$nodes is more than the $most_nodes of $where" "Give --nodes=$most_nodes or less"
+fi
 if trains; then
   limit="${limit:-$(sed -n 's/^#SBATCH --time=//p' "$file")}"
   seconds="$(seconds_of "$limit")" ||
     fail --time "'$limit' is no time of Slurm's" "Give minutes, or hours:minutes:seconds, or days-hours"
-  if command -v sinfo >/dev/null; then
-    most="$(sinfo -h ${partition:+-p "$partition"} -o '%P %l' 2>/dev/null | awk -v name="$partition" 'name != "" || $1 ~ /\*$/ { print $NF; exit }')" || most=""
-    most_seconds="$(seconds_of "$most")" || most_seconds=""
-    [[ -z "$most_seconds" ]] || { [[ -n "$seconds" ]] && ((seconds <= most_seconds)); } ||
-      fail --time "$limit is more than $most, the limit of $where" "Give --time=$most or less"
-  fi
+  [[ -z "$most" ]] || ((${seconds:-999999999} <= most_seconds)) ||
+    fail --time "$limit is more than $most, the limit of $where" "Give --time=$most or less"
   if [[ -z "$own_signal" && "$job" != compare ]]; then
     # Slurm's signal comes ahead of the limit: time to finish an iteration and to save.
     lead=$((${seconds:-1800} / 3))

@@ -10,10 +10,8 @@ prepare() { # LAUNCHER FLAGS...: all checks of a script of scripts/ that takes -
   [[ -n "${SLURM_JOB_NUM_NODES:-}" ]] || refuse "$job.sbatch" "this is not a job of Slurm's" "Use scripts/slurm/submit.sh"
   processes_of_a_node
   [[ "${RESTARTS:=3}" =~ ^[0-9]+$ ]] || refuse RESTARTS "'$RESTARTS' is not a whole number" "Give one, such as 3"
-  # NETWORK_INTERFACE names the network; without it NCCL and gloo choose for themselves.
-  [[ -z "${NETWORK_INTERFACE:-}" ]] || export NCCL_SOCKET_IFNAME="$NETWORK_INTERFACE" GLOO_SOCKET_IFNAME="$NETWORK_INTERFACE"
-  # If GPUs were asked for, a node on which PyTorch sees none must not train on its CPUs.
-  [[ -z "${SLURM_GPUS_ON_NODE:-}" ]] || export OPTIMUS_CC_DEVICE="${OPTIMUS_CC_DEVICE:-cuda}"
+  use_network
+  gpus_if_asked_for
   export NODE_CACHE="${NODE_CACHE:-/tmp}"
   use_image "$@"
   _launch --check "$@"
@@ -79,10 +77,10 @@ _launch() { # CHECK-OR-DRY-RUN FLAGS...: runs the launcher's check on this machi
 # Where the package can be imported, Megatron's own parser and ours judge the line that would start each node's ranks.
 _ask_doctor() { # LINE...
   local python said
+  local -x PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
   # shellcheck source=scripts/find_python.sh
   source "$root/scripts/find_python.sh"
   python="$(find_python "$root" 2>/dev/null)" || return 0
-  export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
   "$python" -P -c 'import optimus_cc_ext.tools.cli, megatron.core' 2>/dev/null || return 0
   said="$("$python" -P -c 'from optimus_cc_ext.tools.cli import main; raise SystemExit(main())' doctor -- "$@" 2>&1)" ||
     refuse -- "doctor says: $(sed -n 's/^FAIL *//p' <<<"$said" | tr -s ' ' | paste -sd';')" "Mend the flags, or give DOCTOR=no"

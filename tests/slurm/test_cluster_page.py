@@ -57,11 +57,11 @@ def test_each_command_of_the_page_does_what_the_page_says(tmp_path: Path) -> Non
     for name, text in stand_ins.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
-    # Files that the page presupposes: a text, the results of training for the evaluation, and the reader's own data.
+    # Files that the page presupposes: a text, results of training to evaluate and collect, and the reader's own data.
     (site / "corpus.jsonl").write_text('{"text": "It is a truth universally acknowledged."}\n' * 50)
     (site / "held_out.txt").write_text("It is a truth.\n")
     checkpoint = site / "checkpoints/gpt-2.5b-balanced"
-    for folder in (checkpoint, site / "data", site / "shared"):
+    for folder in (checkpoint, site / "data", site / "shared", site / "results/paper"):
         folder.mkdir(parents=True)
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("10")
     for name in ("my_text_document.idx", "my_text_document.bin", "vocab.json", "merges.txt"):

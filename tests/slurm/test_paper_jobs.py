@@ -43,6 +43,7 @@ def test_a_pattern_chooses_and_what_one_job_is_refused_for_ends_all(run: Run, tm
 
 @pytest.mark.parametrize("name", ["figure14", "collect"])
 def test_figure_14_and_the_tables_are_jobs_of_one_node(name: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "work/results/paper").mkdir(parents=True)
     ended = submit(run, "paper", name, "--dry-run", "--gpus-per-node=1")
     sbatch, srun = map(shlex.split, ended.output.splitlines())
     assert "--nodes=1" in sbatch and sbatch[-1] == name

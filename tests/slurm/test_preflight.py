@@ -7,7 +7,8 @@ import pytest
 
 from optimus_cc_ext.tools.plan.hardware import cluster_of
 from optimus_cc_ext.tools.plan.seconds import Group, all_to_all
-from scripts.slurm.preflight import active_ports, network_name, slow_path, transport
+from scripts.slurm import preflight
+from scripts.slurm.preflight import active_ports, network_name, node_faults, slow_path, transport
 
 # As NCCL wrote them: siderolabs/docs#566, NVIDIA/nccl-tests#185, horovod/horovod#1523 (2.4.7), NVIDIA/nccl#1053,
 # NVIDIA/nccl#226, aws-ofi-nccl.
@@ -79,3 +80,24 @@ def test_a_plan_takes_the_measured_network_by_any_name_with_its_rate_of_all_to_a
     file.write_text(json.dumps({"gpu": "H100", "network": "ours"}))
     with pytest.raises(Exception, match="unknown network 'ours'"):
         cluster_of(str(file))
+
+
+def test_each_interface_of_a_list_must_be_there_and_have_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert node_faults("lo", on_gpus=False) == node_faults("lo,lo", on_gpus=False) == []
+    assert "has no interface 'ib7'. Give one of " in node_faults("lo,ib7", on_gpus=False)[0]
+    monkeypatch.setattr(preflight, "addressed", lambda names: ["ib0"])
+    assert (
+        node_faults("ib0,lo", on_gpus=False)[0].partition("'lo' on ")[2].endswith(" has no address. Give one of ib0.")
+    )
+
+
+def test_gpus_that_were_asked_for_and_not_seen_and_a_doctor_that_does_not_end_are_faults_of_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: False)
+    assert preflight.works_on_gpus("cuda") and not preflight.works_on_gpus("") and not preflight.works_on_gpus("cpu")
+    assert "GPUs: PyTorch sees none on " in node_faults("", on_gpus=True)[-1] and node_faults("", on_gpus=False) == []
+    monkeypatch.setattr(preflight, "DOCTORS_SECONDS", 0.01)
+    assert "it did not end within 0.01 s. Is the Python environment" in preflight.doctor_says()

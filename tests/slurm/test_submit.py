@@ -14,7 +14,8 @@ from tests.shell_scripts import ROOT, Ended, run_script
 PYXIS = 'test "$1" != --help || { echo "  --container-image=..."; exit; }; '
 PROGRAMS = {
     "squeue": 'case "$*" in *" 41 "*) echo RUNNING ;; *) exit 1 ;; esac',
-    "sinfo": 'case "$*" in *debug*) echo 2:00:00 ;; *) echo infinite ;; esac',
+    "sinfo": 'case "$*" in *debug,main*) printf "%s 99\\n" "debug 2:00:00" "main* infinite" ;;'
+    ' *debug*) echo debug 2:00:00 4 ;; *) echo "main* infinite 99" ;; esac',
     "sbatch": 'printf "%s\\n" sbatch "$@"',
     "srun": PYXIS + 'printf "%s\\n" "cpus per task: $SRUN_CPUS_PER_TASK" srun "$@" "$OPTIMUS_CC_DEVICE"',
     "buildah": 'case "$1" in push) echo new > "$(echo "$3" | cut -d: -f2)" ;; esac; echo buildah "$@"',
@@ -84,6 +85,19 @@ REFUSED = {
     "pretrain --gpus-per-node=8 --time=soon": "--time: 'soon' is no time of Slurm's. Give minutes, or hours:minutes:",
     "pretrain --gpus-per-node=8 --time=3:00:00 -p debug": "is more than 2:00:00, the limit of partition debug.",
     "pretrain --gpus-per-node=8 CHECKPOINT_DIR=/proc/no/folder": "CHECKPOINT_DIR: '/proc/no/folder' cannot be made",
+    "pretrain --nodes=100 --gpus-per-node=8": "--nodes: 100 is more than the 99 of the default partition. Give",
+    "preflight -N5 -p debug --gpus-per-node=8": "--nodes: 5 is more than the 4 of partition debug. Give --nodes=4",
+    "pretrain --gpus-per-node=8 --export=NONE": "--export=NONE: the job would not get its variables. Leave it out, or",
+    "pretrain --gpus-per-node=8 --export NONE": "--export: the job would not get its variables. Leave it out, or give",
+    "pretrain --gpus-per-node=8 --chdir=/tmp": "--chdir=/tmp: the job runs in the folder where it was checked. Call",
+    "compare --gpus-per-node=8 -D/tmp": "-D: the job runs in the folder where it was checked. Call submit.sh in that",
+    "pretrain --gpus-per-node=8 --output=logs/%j.log": "logs/%j.log: the job's log cannot be written: 'logs' is not a",
+    "prepare_data -e no/log -- --input x": "no/log: the job's log cannot be written: 'no' is not a folder where",
+    "pretrain --gpus-per-node=8 model=2.5b": "submit.sh: error: model: it is not a variable of this job. Write MODEL.",
+    "pretrain --gpus-per-node=8 --optimus-cc balanced": "--optimus-cc: it is a flag of the program among the options",
+    "pretrain --gpus-per-node=8 NETWORK_INTERFACE=^lo,docker0": "NETWORK_INTERFACE: '^lo,docker0' is not a name, and",
+    "preflight --gpus-per-node=8 NETWORK_INTERFACE==ib0": "NETWORK_INTERFACE: '=ib0' is not a name, and gloo takes no",
+    "paper collect": "paper.sbatch: error: RESULTS: there is no '",
     "pretrain RESTARTS=often --gpus-per-node=8": "RESTARTS: 'often' is not a whole number.",
     "paper table2/7b --gpus-per-node=8": "table2/7b: it is no experiment of scripts/paper. Give one, such as table2/",
     "paper --gpus-per-node=8": "paper: it is no experiment of scripts/paper.",
@@ -127,6 +141,10 @@ def test_what_is_good_goes_to_sbatch_with_its_variables_options_and_flags(run: R
     assert ended.errors.endswith("submit.sh: pretrain was submitted as checked here, to the default partition\n")
     ended = submit(run, "pretrain", "--gpus-per-node=8", "--partition=nope", SBATCH_PARTITION="big")
     assert ended.errors.endswith("to partition nope\n")
+    longest = submit(run, "pretrain", "--gpus-per-node=8", "-pdebug,main", "--time=3:00:00", "--nodes=8")
+    assert longest.code == 0, longest.errors
+    others = ["--export=ALL,LC_ALL=C", "--output=%x/%j.log", "-e", "/dev/null", "--comment", "team=1", "--no-requeue"]
+    assert "".join(others) in submit(run, "pretrain", "--gpus-per-node=8", *others).output.replace("\n", "")
 
 
 @pytest.mark.full
@@ -277,6 +295,8 @@ def test_the_signal_leads_the_limit_by_a_third_of_it_at_most_ten_minutes(
 def test_a_job_with_gpus_trains_on_them_or_not_at_all(run: Run, gpus: str, asked: str, device: str) -> None:
     ended = run("pretrain.sbatch", **JOB, SLURM_GPUS_ON_NODE=gpus, OPTIMUS_CC_DEVICE=asked)
     assert ended.code == 0 and ended.output.splitlines()[-1] == device, ended.errors
+    checked = run("preflight.sbatch", **JOB, SLURM_GPUS_ON_NODE=gpus, OPTIMUS_CC_DEVICE=asked)
+    assert checked.code == 0 and checked.output.splitlines()[-1] == device, checked.errors
 
 
 def test_an_image_is_named_absolutely_with_what_it_needs_mounted_and_what_was_set_outside(
