@@ -6,14 +6,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from optimus_cc_ext.compressors.formats import block_format
-from optimus_cc_ext.config.classes import (
-    CLASSES,
-    DP_GRADIENTS,
-    EMBEDDING,
-    PIPELINE_BACKWARD,
-    ClassOptions,
-    TrafficClass,
-)
+from optimus_cc_ext.config import classes
+from optimus_cc_ext.config.classes import ClassOptions, TrafficClass
 from optimus_cc_ext.config.options import Values, completed, flag_of, option
 from optimus_cc_ext.errors import FlagError
 
@@ -81,7 +75,9 @@ class OptimusConfig(ClassOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.compression_error_statistics and not (self.remembers(PIPELINE_BACKWARD) and self.compression_metrics):
+        if self.compression_error_statistics and not (
+            self.remembers(classes.PIPELINE_BACKWARD) and self.compression_metrics
+        ):
             raise FlagError(
                 "--compression-error-statistics",
                 "it describes low-rank errors of --compressed-backprop, and --compression-metrics logs them",
@@ -108,7 +104,7 @@ class OptimusConfig(ClassOptions):
     @property
     def sums_in_blocks(self) -> bool:
         """True if gradients of replicas, or of the tied embedding, are sent in blocks of few bits."""
-        return any(map(block_format, (self.format_of(DP_GRADIENTS), self.format_of(EMBEDDING))))
+        return any(map(block_format, (self.format_of(classes.DP_GRADIENTS), self.format_of(classes.EMBEDDING))))
 
     def is_dense_inside(self, traffic: TrafficClass) -> bool:
         """Return True if a class of traffic is compressed only where it leaves a node."""
@@ -125,7 +121,7 @@ class OptimusConfig(ClassOptions):
     @cached_property
     def any_technique(self) -> bool:
         """True if any class of traffic is sent in another form than vanilla Megatron's."""
-        return any(map(self.is_on, CLASSES))
+        return any(map(self.is_on, classes.CLASSES))
 
     def replace(self, **changes: Any) -> "OptimusConfig":
         """Return a validated copy with some fields changed. A changed format also resets the fields that follow from

@@ -13,16 +13,9 @@ from math import comb
 from typing import Any
 
 from optimus_cc_ext.compressors.formats import BLOCK, block_format
+from optimus_cc_ext.config import classes
 from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS
-from optimus_cc_ext.config.classes import (
-    CLASSES,
-    DP_GRADIENTS,
-    PARAM_GATHER,
-    PIPELINE_BACKWARD,
-    Need,
-    TrafficClass,
-    classes_among,
-)
+from optimus_cc_ext.config.classes import Need, TrafficClass, classes_among
 from optimus_cc_ext.config.flags import PRESETS, Request, add_flags, request_from
 from optimus_cc_ext.config.optimus_config import MOST_COPIES, OptimusConfig
 from optimus_cc_ext.config.options import flag_of
@@ -209,7 +202,7 @@ def _resolve(request: Request, layout: Layout, left_dense: Mapping[TrafficClass,
         check_layout(config, layout)
     except FlagError as error:
         raise FlagError(_written(request, error.flag), error.reason, error.cure) from None
-    notes += amplified(config, layout, _written(request, DP_GRADIENTS.flag))
+    notes += amplified(config, layout, _written(request, classes.DP_GRADIENTS.flag))
     notes += _without_effect(request.spelling, config)
     if request.artifact:
         notes += _inherited(request.spelling, config)
@@ -219,7 +212,7 @@ def _resolve(request: Request, layout: Layout, left_dense: Mapping[TrafficClass,
 def _with_formats(asked: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields with formats in place of switches: a switch means the preset's format, or else low rank."""
     fields = dict(asked)
-    for traffic in CLASSES:
+    for traffic in classes.CLASSES:
         on = explicit.get(traffic.name)
         if on is False and explicit.get(traffic.format_field) in (None, "low-rank"):
             fields[traffic.format_field] = "dense"
@@ -228,13 +221,13 @@ def _with_formats(asked: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict
     return fields
 
 
-def amplified(config: OptimusConfig, layout: Layout, flag: str = DP_GRADIENTS.flag) -> list[str]:
+def amplified(config: OptimusConfig, layout: Layout, flag: str = classes.DP_GRADIENTS.flag) -> list[str]:
     """Return the warning that this optimizer amplifies the error of the chosen format, if it does.
 
     Args:
         flag: the flag that chose the format, as the user wrote it.
     """
-    chosen = config.format_of(DP_GRADIENTS)
+    chosen = config.format_of(classes.DP_GRADIENTS)
     if not layout.scales_errors or chosen not in ("int4", "low-rank"):
         return []
     return [
@@ -249,7 +242,7 @@ def _preset(
     """Return a preset's fields as far as layout and Megatron allow them, and the lines about classes left out."""
     fields: dict[str, Any] = {}
     flag, notes = "--optimus-cc" if name == PRESETS[0] else f"--optimus-cc {name}", []
-    for traffic in CLASSES:
+    for traffic in classes.CLASSES:
         wanted = traffic.presets.get(name, {})
         need = _unmet(traffic, layout)
         if name == "exact" and not layout.distributed_optimizer:
@@ -262,12 +255,15 @@ def _preset(
             notes.append(f"{flag} leaves out {traffic.tag}: {need.left_out}")
     if name == "exact" and not layout.distributed_optimizer:
         notes.append(f"{flag}: nothing is left to compress without --use-distributed-optimizer")
-    low_rank = {field for field, option in DP_GRADIENTS.fields.items() if option.metadata["low_rank_only"]}
-    coarse = fields.get(DP_GRADIENTS.format_field) == "low-rank" and explicit.get(DP_GRADIENTS.name) is not False
-    if layout.scales_errors and coarse and explicit.keys().isdisjoint({DP_GRADIENTS.format_field, *low_rank}):
-        fields[DP_GRADIENTS.format_field] = "int8"
+    low_rank = {field for field, option in classes.DP_GRADIENTS.fields.items() if option.metadata["low_rank_only"]}
+    coarse = (
+        fields.get(classes.DP_GRADIENTS.format_field) == "low-rank"
+        and explicit.get(classes.DP_GRADIENTS.name) is not False
+    )
+    if layout.scales_errors and coarse and explicit.keys().isdisjoint({classes.DP_GRADIENTS.format_field, *low_rank}):
+        fields[classes.DP_GRADIENTS.format_field] = "int8"
         notes.append(
-            f"{flag} sends {DP_GRADIENTS.tag} in int8: --optimizer {layout.optimizer} amplifies coarser errors"
+            f"{flag} sends {classes.DP_GRADIENTS.tag} in int8: --optimizer {layout.optimizer} amplifies coarser errors"
         )
     if name != PRESETS[0]:
         fields["only_between_nodes"] = ",".join(_only_between_nodes(name, explicit))
@@ -279,7 +275,7 @@ def _only_between_nodes(preset: str, explicit: Mapping[str, Any]) -> Iterator[st
     """Yield the names of the classes that a preset alone compresses: only where they leave a node. The user asks for
     the others, by a flag of the class or by one level for all replicas.
     """
-    for traffic in CLASSES:
+    for traffic in classes.CLASSES:
         asked = {traffic.name, traffic.format_field} & explicit.keys()
         one_level = "dp_compression_levels" in traffic.fields and explicit.get("dp_compression_levels") == "one"
         once = traffic.among == "experts" and explicit.get("expert_exchange") == "once-a-node"
@@ -294,7 +290,7 @@ def _unmet(traffic: TrafficClass, layout: Layout) -> Need | None:
 
 def _check_formats(config: OptimusConfig, request: Request) -> None:
     """Refuse options that have no effect on the chosen format. A dense format goes with every option."""
-    for traffic in CLASSES:
+    for traffic in classes.CLASSES:
         chosen, flag = config.format_of(traffic), traffic.format_flag
         if chosen in ("dense", "low-rank"):
             continue
@@ -313,7 +309,7 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
     Raises:
         FlagError: naming the flag, the reason and the cure.
     """
-    for traffic in CLASSES:
+    for traffic in classes.CLASSES:
         if config.is_on(traffic) and (need := _unmet(traffic, layout)):
             raise FlagError(config.flag_of(traffic), need.reason, need.cure)
     if config.expert_exchange == "once-a-node" and layout.direct:
@@ -322,7 +318,7 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
     if isinstance(stages, int) and stages > layout.stages:
         reason = f"{stages} stages are to be compressed, but the pipeline has only {layout.stages}"
         raise FlagError("--dp-compression-stages", reason, f"Give 'all' or a number up to {layout.stages}")
-    for traffic in filter(config.is_on, CLASSES):
+    for traffic in filter(config.is_on, classes.CLASSES):
         warmup = f"{traffic.name}_warmup"
         if getattr(config, warmup, 0) and layout.train_iters is None:
             reason = "a fraction of the training iterations is given, but their number is not known"
@@ -331,7 +327,7 @@ def check_layout(config: OptimusConfig, layout: Layout) -> None:
 
 def describe(config: OptimusConfig, left_dense: Collection[TrafficClass] = ()) -> str:
     """Return one line that lists the techniques that are on, but for classes that are left dense."""
-    on = [traffic for traffic in CLASSES if config.is_on(traffic)]
+    on = [traffic for traffic in classes.CLASSES if config.is_on(traffic)]
     if on and set(on) <= set(left_dense):
         return "nothing is compressed, because nothing leaves a node"
     return ", ".join(_described(config, each) for each in on if each not in left_dense) or "every technique is off"
@@ -352,7 +348,7 @@ def cost_of_shards(config: OptimusConfig, replicas: int) -> str | None:
     Args:
         replicas: the number of shards of a bucket.
     """
-    if not any(block_format(config.format_of(each)) for each in (DP_GRADIENTS, PARAM_GATHER)):
+    if not any(block_format(config.format_of(each)) for each in (classes.DP_GRADIENTS, classes.PARAM_GATHER)):
         return None
     # Megatron pads a bucket to a multiple of 128 and of the replicas, and cuts it into as many shards.
     multiple = 128 // math.gcd(replicas, 128)
@@ -385,7 +381,7 @@ def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Itera
     """Yield a line for each flag that has no effect; `spelling` maps a field to the flag by which the user gave it."""
     idle: dict[str, str] = {}
     working: set[str] = set()
-    for traffic in CLASSES:
+    for traffic in classes.CLASSES:
         itself = (traffic.name, traffic.format_field)
         flags = [spelling[name] for name in traffic.fields if name in spelling and name not in itself]
         if config.is_on(traffic):
@@ -403,9 +399,9 @@ def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Itera
         )
     if "expert_exchange" in spelling and not any(map(config.is_on, classes_among("experts"))):
         yield "--expert-exchange: no effect: the formats of tokens are off, and only once-a-node needs none"
-    if "dp_compression_levels" in spelling and config.is_on(DP_GRADIENTS) and not config.sums_in_blocks:
+    if "dp_compression_levels" in spelling and config.is_on(classes.DP_GRADIENTS) and not config.sums_in_blocks:
         yield "--dp-compression-levels: no effect: low-rank factors are added up on their way, which takes one level"
-    lep = config.lazy_error_propagation or not config.is_on(PIPELINE_BACKWARD)
+    lep = config.lazy_error_propagation or not config.is_on(classes.PIPELINE_BACKWARD)
     if "residual_across_iterations" in spelling and not lep:
         yield "--residual-across-iterations: no effect: --lazy-error-propagation is off"
 
@@ -413,7 +409,8 @@ def _without_effect(spelling: Mapping[str, str], config: OptimusConfig) -> Itera
 def _inherited(spelling: Mapping[str, str], config: OptimusConfig) -> Iterator[str]:
     """Yield lines that name the artifact's defaults in force that no flag shows and that differ from our defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(OptimusConfig)}
-    in_force = {name for traffic in CLASSES if config.is_on(traffic) for name in traffic.fields} | {"compression_seed"}
+    in_force = {name for traffic in classes.CLASSES if config.is_on(traffic) for name in traffic.fields}
+    in_force.add("compression_seed")
     silent = {
         name: value
         for name, value in ARTIFACT_DEFAULTS.items()

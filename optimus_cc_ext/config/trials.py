@@ -2,7 +2,8 @@
 
 from collections.abc import Collection
 
-from optimus_cc_ext.config.classes import CLASSES, DP_GRADIENTS, EMBEDDING, TrafficClass
+from optimus_cc_ext.config import classes
+from optimus_cc_ext.config.classes import TrafficClass
 from optimus_cc_ext.config.optimus_config import OptimusConfig
 
 LEAST_GAIN = 0.025
@@ -18,13 +19,13 @@ def on_trial(config: OptimusConfig, inside: Collection[TrafficClass] = ()) -> fr
     Args:
         inside: the classes that stay dense because nothing of them leaves a node.
     """
-    on = [traffic for traffic in CLASSES if config.is_on(traffic)]
+    on = [traffic for traffic in classes.CLASSES if config.is_on(traffic)]
     if not config.compression_trial or any(config.format_of(traffic) == "low-rank" for traffic in on):
         return frozenset()
     tried = {traffic for traffic in on if config.only_by_preset(traffic)}
-    if DP_GRADIENTS in on and config.dp_compression_stages == "auto":
-        tried.add(DP_GRADIENTS)
-    elif DP_GRADIENTS in on and DP_GRADIENTS not in tried:
+    if classes.DP_GRADIENTS in on and config.dp_compression_stages == "auto":
+        tried.add(classes.DP_GRADIENTS)
+    elif classes.DP_GRADIENTS in on and classes.DP_GRADIENTS not in tried:
         # The reducers of gradients that are compressed in both ways leave the tied embedding out.
-        tried.discard(EMBEDDING)
+        tried.discard(classes.EMBEDDING)
     return frozenset(tried.difference(inside))

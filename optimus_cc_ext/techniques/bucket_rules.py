@@ -10,8 +10,8 @@ from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.collectives.ranges import Range
 from optimus_cc_ext.compressors.formats import EXACT, SUM_FORMAT, block_format
 from optimus_cc_ext.compressors.low_rank import pays
-from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER, TrafficClass
+from optimus_cc_ext.config import OptimusConfig, classes
+from optimus_cc_ext.config.classes import TrafficClass
 from optimus_cc_ext.slots import slot_bytes
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 
@@ -171,15 +171,15 @@ class BucketRules:
             """
             return None if block_format(chosen) is None else "fp32" if config._exact_blocks else chosen
 
-        gradients = format_of(DP_GRADIENTS)
+        gradients = format_of(classes.DP_GRADIENTS)
         return cls(
             ranks=ranks, sharded=sharded, levels=levels, place=place, beside=beside, in_fp32=in_fp32 and sharded,
             slot_bytes=slot_bytes(config.message_memory),
             rank=config.dp_compression_rank, force=config._force_compression,
             format=blocks(gradients) or gradients,
             sums=blocks(SUM_FORMAT) or SUM_FORMAT,
-            fused=(blocks(format_of(EMBEDDING)) or "dense") if fused else None,
-            gathered=EXACT if (gathered := format_of(PARAM_GATHER)) == EXACT else blocks(gathered),
+            fused=(blocks(format_of(classes.EMBEDDING)) or "dense") if fused else None,
+            gathered=EXACT if (gathered := format_of(classes.PARAM_GATHER)) == EXACT else blocks(gathered),
         )  # fmt: skip
 
     @property

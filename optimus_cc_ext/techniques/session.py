@@ -19,17 +19,8 @@ from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.nodes import rdma_cards
 from optimus_cc_ext.collectives.ring import Ring
 from optimus_cc_ext.compressors.formats import EXACT
-from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import (
-    CLASSES,
-    DP_GRADIENTS,
-    EMBEDDING,
-    PARAM_GATHER,
-    PIPELINE_BACKWARD,
-    PIPELINE_FORWARD,
-    TrafficClass,
-    classes_among,
-)
+from optimus_cc_ext.config import OptimusConfig, classes
+from optimus_cc_ext.config.classes import TrafficClass, classes_among
 from optimus_cc_ext.config.presets import Layout, check_layout
 from optimus_cc_ext.metrics.report import Report, StageMetrics, collect, technique_metrics
 from optimus_cc_ext.metrics.traffic import Traffic
@@ -106,12 +97,12 @@ class Session:
         self.step = StepProgress()
         # Links and buckets share no memory, because on a GPU, buckets are reduced on a stream of their own.
         self.ring = Ring()
-        self.forward = CompressedForward(config, PIPELINE_FORWARD)
-        self.backprop = CompressedBackprop(config, PIPELINE_BACKWARD)
-        self.embedding = FusedEmbeddingSync(config, EMBEDDING, self.ring)
-        self.gradients = SelectiveStageCompression(config, DP_GRADIENTS, self.ring)
-        exact = config.format_of(PARAM_GATHER) == EXACT
-        self.parameters: ParamGather = (ExactGather if exact else ParamGather)(config, PARAM_GATHER, self.ring)
+        self.forward = CompressedForward(config, classes.PIPELINE_FORWARD)
+        self.backprop = CompressedBackprop(config, classes.PIPELINE_BACKWARD)
+        self.embedding = FusedEmbeddingSync(config, classes.EMBEDDING, self.ring)
+        self.gradients = SelectiveStageCompression(config, classes.DP_GRADIENTS, self.ring)
+        exact = config.format_of(classes.PARAM_GATHER) == EXACT
+        self.parameters: ParamGather = (ExactGather if exact else ParamGather)(config, classes.PARAM_GATHER, self.ring)
         self.rows = [ExpertRows(config, traffic) for traffic in classes_among("experts")]
         """Tokens on their way to experts and back, and their gradients."""
 
@@ -144,7 +135,7 @@ class Session:
         self._unreported_steps = 0
         report = collect(
             mine, self.grid.place.stage, self.grid.stages,
-            {each.tag: self.config.format_of(each) for each in CLASSES},
+            {each.tag: self.config.format_of(each) for each in classes.CLASSES},
             self.traffic.since_last_report(), max(1, steps), self.grid.sum, device,
         )  # fmt: skip
         return replace(report, fallback=self._fallback)

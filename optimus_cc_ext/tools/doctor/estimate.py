@@ -14,17 +14,8 @@ from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.legs import Bytes, Span, all_reduce, bytes_of
 from optimus_cc_ext.collectives.messages import Formats
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels, Node
-from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import (
-    CLASSES,
-    DP_GRADIENTS,
-    EMBEDDING,
-    PARAM_GATHER,
-    PIPELINE_BACKWARD,
-    PIPELINE_FORWARD,
-    TrafficClass,
-    classes_among,
-)
+from optimus_cc_ext.config import OptimusConfig, classes
+from optimus_cc_ext.config.classes import TrafficClass, classes_among
 from optimus_cc_ext.config.presets import Layout, saves_nothing
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.placement import Placement
@@ -191,7 +182,7 @@ def bytes_by_class(
 
     The counts are the log's, of a run whose trial, if it has one, lets compression stay.
     """
-    ranks, counted = layout.data_parallel * gpt.tensor_parallel, {traffic: [0, 0] for traffic in CLASSES}
+    ranks, counted = layout.data_parallel * gpt.tensor_parallel, {traffic: [0, 0] for traffic in classes.CLASSES}
     leaving = [0.0, 0.0]
     for traffic, *transfer in _transfers(gpt, layout, config, schedule, on):
         for index, nbytes in enumerate(transfer):
@@ -206,7 +197,7 @@ def _transfers(
     gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes
 ) -> Iterator[tuple[TrafficClass, Bytes, Bytes]]:
     """Yield the classes of all that one rank of each stage sends in an iteration, with its bytes, raw and as sent."""
-    for traffic in (PIPELINE_FORWARD, PIPELINE_BACKWARD):
+    for traffic in (classes.PIPELINE_FORWARD, classes.PIPELINE_BACKWARD):
         raw, sent = (Bytes(n, n * on.crossing) for n in _pipeline(gpt, config, schedule, traffic, on))
         yield traffic, raw, sent
     yield from _of_tokens(gpt, layout, config, schedule, on)
@@ -214,10 +205,11 @@ def _transfers(
         for plan in _plans(gpt, layout, config, stage, on):
             reduced, (raw, sent) = plan.bytes_by_class(plan.compresses), plan.gathered
             yield from ((traffic, nbytes, reduced[traffic]) for traffic, nbytes in plan.vanilla.items())
-            yield PARAM_GATHER, raw, sent if sent.sent else raw
+            yield classes.PARAM_GATHER, raw, sent if sent.sent else raw
             if plan.tied_bytes:
                 raw = bytes_of([all_reduce(plan.tied_bytes, on.pair)])
-                yield EMBEDDING, raw, _of_fused(plan, layout, config, on) if config.is_on(EMBEDDING) else raw
+                sent = _of_fused(plan, layout, config, on) if config.is_on(classes.EMBEDDING) else raw
+                yield classes.EMBEDDING, raw, sent
 
 
 def tokens_of(gpt: Gpt, layout: Layout) -> Tokens | None:
@@ -257,7 +249,7 @@ def _of_fused(plan: GroupPlan, layout: Layout, config: OptimusConfig, on: OnNode
 
 def _formats(config: OptimusConfig, on: OnNodes) -> Formats | None:
     """Return the block formats of a tied embedding; None: dense."""
-    return None if EMBEDDING in on.left_dense else Formats.of(config.format_of(EMBEDDING))
+    return None if classes.EMBEDDING in on.left_dense else Formats.of(config.format_of(classes.EMBEDDING))
 
 
 def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan, int]]:
@@ -270,13 +262,13 @@ def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan
 def _pipeline(
     gpt: Gpt, config: OptimusConfig, schedule: Schedule, traffic: TrafficClass, on: OnNodes
 ) -> tuple[int, int]:
-    dtype, forward = gpt.pipeline_dtype, traffic is PIPELINE_FORWARD
+    dtype, forward = gpt.pipeline_dtype, traffic is classes.PIPELINE_FORWARD
     dense = gpt.message.numel() * dtype.itemsize
 
     def sent_bytes(plan: LinkPlan, message: Message) -> int:
         if forward:
-            return message_bytes(config.format_of(PIPELINE_FORWARD), gpt.message.numel(), dtype)
-        compressed = config.is_on(PIPELINE_BACKWARD) and plan.compresses(message, gpt.message)
+            return message_bytes(config.format_of(classes.PIPELINE_FORWARD), gpt.message.numel(), dtype)
+        compressed = config.is_on(classes.PIPELINE_BACKWARD) and plan.compresses(message, gpt.message)
         return plan.message_bytes(gpt.message, dtype) if compressed else dense
 
     links = [(plan, message) for plan, stage in _links(config, schedule) for message in schedule.messages(stage)]
@@ -286,7 +278,7 @@ def _pipeline(
 
 def _compressed_stage(config: OptimusConfig, stage: int) -> bool:
     named = config.dp_compression_stages
-    return config.is_on(DP_GRADIENTS) and (not isinstance(named, int) or stage < named)
+    return config.is_on(classes.DP_GRADIENTS) and (not isinstance(named, int) or stage < named)
 
 
 def _plans(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes) -> list[GroupPlan]:
@@ -307,7 +299,7 @@ def _plans(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNo
         )  # fmt: skip
         rules = BucketRules.of(
             config, ranks=ranks, sharded=layout.distributed_optimizer, left_dense=on.left_dense,
-            fused=config.is_on(EMBEDDING) and bool(kinds["tied"]) and "tied" in names,
+            fused=config.is_on(classes.EMBEDDING) and bool(kinds["tied"]) and "tied" in names,
             levels=nodes.levels, beside=nodes.beside, in_fp32=layout.sums_in_fp32,
         )  # fmt: skip
         if not _compressed_stage(config, stage):
@@ -340,17 +332,17 @@ def compression_memory(
         nccl: True if NCCL runs the collectives; the bytes of its communicators are an upper bound.
     """
     dtype = state_dtype(config.compression_state_dtype)
-    links = _links(config, schedule) if config.is_on(PIPELINE_BACKWARD) else ()
+    links = _links(config, schedule) if config.is_on(classes.PIPELINE_BACKWARD) else ()
     senders = {plan.sending_stage for plan, stage in links if any(
         plan.compresses(message, gpt.message) for message in schedule.messages(stage)
     )}  # fmt: skip
     width = gpt.pipeline_dtype.itemsize if config.lazy_error_propagation else 0
-    width = 2 * dtype.itemsize if config.remembers(PIPELINE_BACKWARD) else width
+    width = 2 * dtype.itemsize if config.remembers(classes.PIPELINE_BACKWARD) else width
     link = schedule.chunks * gpt.message.numel() * width
     stages = [_plans(gpt, layout, config, stage, on) for stage in range(layout.stages)]
     reductions = [[bucket.compressed for plan in plans for bucket in plan.buckets] for plans in stages]
     states = (sum(r.state_bytes(dtype) for r in found if isinstance(r, LowRankPlan)) for found in reductions)
-    union = nccl and config.is_on(EMBEDDING) and not layout.distributed_optimizer
+    union = nccl and config.is_on(classes.EMBEDDING) and not layout.distributed_optimizer
     return {
         COMPRESSION_STATE: max(nbytes + link * (stage in senders) for stage, nbytes in enumerate(states)),
         MESSAGE_BUFFERS: max(_messages(plans, gpt, layout, config, on) for plans in stages),
@@ -378,7 +370,7 @@ def _messages(plans: Sequence[GroupPlan], gpt: Gpt, layout: Layout, config: Opti
             found += gather.message_bytes[0]
             change = max(change, max(sum(n for _, n in layout.spans(0)) for layout in gather.layouts) * width)
     for numel in (plan.tied_bytes // dtype.itemsize for plan in plans if plan.tied_bytes):
-        if config.is_on(EMBEDDING) and formats is not None:
+        if config.is_on(classes.EMBEDDING) and formats is not None:
             if layout.distributed_optimizer:
                 found += 2 * message_bytes(formats.gradients, numel // layout.owners, dtype)
             else:
@@ -396,7 +388,7 @@ def without_gain(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Sche
     found = bytes_by_class(gpt, layout, dataclasses.replace(config, dp_compression_stages="all"), schedule)
     return [
         saves_nothing(config, traffic)
-        for traffic in CLASSES
+        for traffic in classes.CLASSES
         for raw, sent in [found.get(traffic.tag, (0, 0))]
         if config.format_of(traffic) == "low-rank" and raw == sent
     ]

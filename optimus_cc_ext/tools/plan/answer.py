@@ -3,13 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import (
-    CLASSES,
-    DP_GRADIENTS,
-    PIPELINE_BACKWARD,
-    TrafficClass,
-)
+from optimus_cc_ext.config import OptimusConfig, classes
+from optimus_cc_ext.config.classes import TrafficClass
 from optimus_cc_ext.config.trials import LEAST_GAIN
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.tools.plan import PlanError
@@ -20,7 +15,9 @@ from optimus_cc_ext.tools.plan.traffic import check_memory
 from optimus_cc_ext.tools.plan.variants import SHORT, WORTH, Band, Variant, config_in
 
 ADMITTED = {
-    traffic: traffic.presets["balanced"][traffic.format_field] for traffic in CLASSES if "balanced" in traffic.presets
+    traffic: traffic.presets["balanced"][traffic.format_field]
+    for traffic in classes.CLASSES
+    if "balanced" in traffic.presets
 }
 """The format of each class in the preset `balanced`. All of them together cost a GPT of 7.4 million parameters +0.006 %
 of loss; the gather and gradients of tokens cost too little to measure, and docs/evidence.md has the bounds. Gradients
@@ -29,7 +26,7 @@ in int4 cost the GPT +0.045 %, with a bound of 0.06 %, and a Llama-like model 0.
 
 BALANCED = ("--optimus-cc", "balanced")
 
-UNPRICED = {traffic: "int8" for traffic in CLASSES if traffic not in ADMITTED}
+UNPRICED = {traffic: "int8" for traffic in classes.CLASSES if traffic not in ADMITTED}
 """The format of each class whose price in loss the study could not bound by 0.05 %. The answer gives the seconds of the
 class and does not recommend it.
 """
@@ -78,7 +75,7 @@ def answers(band: Band, job: Job) -> list[Answer]:
     surely saves `CLASS_WORTH`.
     """
     sent, refused = list[TrafficClass](), dict[TrafficClass, str]()
-    for traffic in CLASSES:
+    for traffic in classes.CLASSES:
         try:
             config_in(_flags([traffic]), job)
             sent.append(traffic)
@@ -111,7 +108,7 @@ def answers(band: Band, job: Job) -> list[Answer]:
         Answer(
             traffic, (ADMITTED | UNPRICED)[traffic], first.get(traffic, ()), traffic in left, refused.get(traffic, "")
         )
-        for traffic in CLASSES
+        for traffic in classes.CLASSES
     ]  # fmt: skip
 
 
@@ -121,7 +118,7 @@ def recommended(cluster: Cluster, job: Job, band: Band, found: Sequence[Answer],
     """
     flags = _flags([answer.traffic for answer in found if answer.taken])
     config, preset = config_in(flags, job), config_in(BALANCED, job)
-    if flags and all(config.format_of(traffic) == preset.format_of(traffic) for traffic in CLASSES):
+    if flags and all(config.format_of(traffic) == preset.format_of(traffic) for traffic in classes.CLASSES):
         flags, config = [*BALANCED], preset
     gain = band.gain(config)
     if not flags or gain.verdict != "pays":
@@ -147,8 +144,8 @@ def answer_lines(cluster: Cluster, job: Job, found: Sequence[Answer], chosen: Va
         f"use: {layout_words} {chosen.flags}   ({100 * gain.planned:.1f} % less time, "
         f"{100 * gain.least:.1f} to {100 * gain.most:.1f} %; {PRICE})"
     )
-    int4 = config_in([*chosen.flags.split(), DP_GRADIENTS.format_flag, "int4"], job)
-    if chosen.config.format_of(DP_GRADIENTS) == "int8":
+    int4 = config_in([*chosen.flags.split(), classes.DP_GRADIENTS.format_flag, "int4"], job)
+    if chosen.config.format_of(classes.DP_GRADIENTS) == "int8":
         more = chosen.result.seconds - iteration(cluster, job, int4).seconds
         said.append(
             f"left out for its loss, +0.045 % with a bound of 0.06 %: DP gradients in int4 would save {more:.3f} s more"
@@ -170,11 +167,11 @@ def trials(band: Band, found: Sequence[Variant]) -> list[str]:
 def class_of(name: str) -> TrafficClass:
     """Return the class of traffic with this tag, title or name; raises PlanError if there is none."""
     wanted = name.lower().replace("-", " ").replace("_", " ")
-    for traffic in CLASSES:
+    for traffic in classes.CLASSES:
         names = (traffic.tag, SHORT.get(traffic.name, ""), traffic.name)
         if wanted in (each.lower().replace("_", " ") for each in names):
             return traffic
-    raise PlanError(f"--why: unknown class {name!r}: there are {', '.join(traffic.tag for traffic in CLASSES)}")
+    raise PlanError(f"--why: unknown class {name!r}: there are {', '.join(traffic.tag for traffic in classes.CLASSES)}")
 
 
 def why(cluster: Cluster, job: Job, answer: Answer, vanilla: Variant) -> list[str]:
@@ -187,7 +184,7 @@ def why(cluster: Cluster, job: Job, answer: Answer, vanilla: Variant) -> list[st
     if not answer.saved:
         return said
     config: OptimusConfig = config_in(_flags([traffic]), job)
-    stage = min(1, job.pp - 1) if traffic is PIPELINE_BACKWARD else 0
+    stage = min(1, job.pp - 1) if traffic is classes.PIPELINE_BACKWARD else 0
     for cost in rank_costs(cluster, job, config)[stage].classes:
         if cost.name == traffic.tag and cost.dense.nbytes:
             for form, sent in (("dense", cost.dense), (answer.form, cost.compressed)):

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from optimus_cc_ext.compressors.formats import EXACT, EXACT_BITS, SUM_FORMAT, block_format, format_named
+from optimus_cc_ext.compressors import formats
+from optimus_cc_ext.compressors.formats import block_format, format_named
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant, Gpu
 from optimus_cc_ext.tools.plan.model import Job
@@ -18,7 +19,7 @@ def kernel(gpu: Gpu, nbytes: float) -> float:
 
 def bits_of(form: str) -> float:
     """Return the bits of a value in a format other than dense and low-rank; of exact messages, the expected bits."""
-    return EXACT_BITS if form == EXACT else format_named(form).bits_per_value
+    return formats.EXACT_BITS if form == formats.EXACT else format_named(form).bits_per_value
 
 
 def coded_bytes(values: float, form: str) -> float:
@@ -54,7 +55,7 @@ def block_sum(cluster: Cluster, group: Group, values: float, width: int, form: s
     """Return an all-to-all of encoded values, summed in fp32 by the receiver, then the all-gather of the sums in
     `SUM_FORMAT`.
     """
-    gpu, small, sums = cluster.gpu, coded_bytes(values, form), coded_bytes(values, SUM_FORMAT)
+    gpu, small, sums = cluster.gpu, coded_bytes(values, form), coded_bytes(values, formats.SUM_FORMAT)
     shard = values / group.ranks
     # In the first phase a rank encodes, decodes the other ranks' messages for its shard, and adds them; in the second
     # it encodes the sum and decodes all sums.

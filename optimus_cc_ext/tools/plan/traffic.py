@@ -10,25 +10,10 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from optimus_cc_ext.announce import COMPRESSION_STATE, MESSAGE_BUFFERS
-from optimus_cc_ext.compressors.formats import (
-    AT_ONCE,
-    BLOCK,
-    EXACT,
-    EXACT_KEPT_BITS,
-    block_format,
-    format_named,
-    section_bytes,
-)
-from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import (
-    DP_GRADIENTS,
-    EMBEDDING,
-    PARAM_GATHER,
-    PIPELINE_BACKWARD,
-    PIPELINE_FORWARD,
-    TrafficClass,
-    classes_among,
-)
+from optimus_cc_ext.compressors import formats
+from optimus_cc_ext.compressors.formats import block_format, format_named, section_bytes
+from optimus_cc_ext.config import OptimusConfig, classes
+from optimus_cc_ext.config.classes import TrafficClass, classes_among
 from optimus_cc_ext.slots import Exchanged, slices, slot_bytes, slots_bytes
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant, Gpu
@@ -69,14 +54,14 @@ DENSE = OptimusConfig()
 def activation_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     """Return the message of one activation, (rows, hidden), on one rank, with a transfer time of 0."""
     numel = job.message_rows * job.model.hidden
-    nbytes, coding = in_blocks(cluster.gpu, numel, job.value_bytes, config.format_of(PIPELINE_FORWARD))
+    nbytes, coding = in_blocks(cluster.gpu, numel, job.value_bytes, config.format_of(classes.PIPELINE_FORWARD))
     return Sent(nbytes=nbytes, encode=cluster.coding_scale * coding, decode=cluster.coding_scale * coding)
 
 
 def gradient_message(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     """Return the message of an activation's gradient, like `activation_message`."""
     gpu, n, m, scale = cluster.gpu, job.message_rows, job.model.hidden, cluster.coding_scale
-    width, form = job.value_bytes, config.format_of(PIPELINE_BACKWARD)
+    width, form = job.value_bytes, config.format_of(classes.PIPELINE_BACKWARD)
     small, compress = in_blocks(gpu, n * m, width, form)
     # Before encoding, the residual is added to the gradient; the new residual is computed by decoding the sent message.
     residual = kernel(gpu, 3.0 * width * n * m) if block_format(form) and config.lazy_error_propagation else 0.0
@@ -103,7 +88,7 @@ def gradient_reduction(
     The second phase (Q, or the all-gather of sums) comes after all backward passes.
     """
     only, apart, beside = config, 0, embedding
-    if config.format_of(DP_GRADIENTS) == "low-rank":
+    if config.format_of(classes.DP_GRADIENTS) == "low-rank":
         # Low rank leaves embeddings and routed experts dense. A sharded tied embedding has a bucket of its own, and
         # routed experts have theirs unless every replica holds them.
         only, apart = DENSE, embedding if job.distributed_optimizer and job.shares_embedding and job.pp > 1 else 0
@@ -137,10 +122,10 @@ def _between_instances(
     between = Group.strided(job.instances, owners * stride, cluster.gpus_per_node)
     whole = width * (parameters + embedding)
     first = Sent(nbytes=ring_bytes(whole, owners, twice=False), transfer=reduce_scatter(cluster, inside, whole))
-    form = config.format_of(DP_GRADIENTS)
+    form = config.format_of(classes.DP_GRADIENTS)
     if form == "low-rank":
         raise PlanError("gradients in low rank with several instances of the distributed optimizer: not modelled")
-    if form == "dense" or (config.is_dense_inside(DP_GRADIENTS) and between.nodes == 1):
+    if form == "dense" or (config.is_dense_inside(classes.DP_GRADIENTS) and between.nodes == 1):
         shard = whole / owners
         second = Sent(
             nbytes=ring_bytes(shard, job.instances, twice=True), transfer=all_reduce(cluster, between, shard)
@@ -169,7 +154,8 @@ def _reduction(
         nbytes = ring_bytes(width * values, group.ranks, twice=twice)
         return Sent(nbytes=nbytes, transfer=parts * reduce(cluster, group, width * values / parts))
 
-    form = "dense" if config.is_dense_inside(DP_GRADIENTS) and group.nodes == 1 else config.format_of(DP_GRADIENTS)
+    inside = config.is_dense_inside(classes.DP_GRADIENTS) and group.nodes == 1
+    form = "dense" if inside else config.format_of(classes.DP_GRADIENTS)
     if form == "dense":
         return dense(parameters + embedding)
     if form == "low-rank":
@@ -237,7 +223,7 @@ def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     if job.pp == 1 or not job.shares_embedding:
         return Sent()
     values: float = job.embedding_share
-    per_node, fused = cluster.gpus_per_node, config.is_on(EMBEDDING) and job.replicas > 1
+    per_node, fused = cluster.gpus_per_node, config.is_on(classes.EMBEDDING) and job.replicas > 1
     # First and last stage share a node only if the whole job does, or the pipeline does with --use-tp-pp-dp-mapping.
     together = job.gpus <= per_node or (job.pipeline_before_data and per_node % (job.tp * job.pp) == 0)
     pairs = per_node // job.pp if together and job.pipeline_before_data else job.senders(per_node)
@@ -247,7 +233,7 @@ def embedding_sum(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
     elif fused:
         replicas = Group.strided(job.replicas, job.replica_stride, per_node)
         group = Group(2 * job.replicas, replicas.per_node * (2 if together else 1), replicas.rings)
-    form = config.format_of(EMBEDDING)
+    form = config.format_of(classes.EMBEDDING)
     if form == "dense":
         nbytes = job.gradient_bytes * values
         return Sent(nbytes=ring_bytes(nbytes, group.ranks, twice=True), transfer=all_reduce(cluster, group, nbytes))
@@ -267,17 +253,17 @@ def parameter_gather(cluster: Cluster, job: Job, config: OptimusConfig) -> Sent:
 
 
 def _gather(cluster: Cluster, job: Job, config: OptimusConfig, group: Group, parameters: int) -> Sent:
-    form, width, ranks = config.format_of(PARAM_GATHER), job.value_bytes, group.ranks
-    inside = config.is_dense_inside(PARAM_GATHER) and group.nodes == 1
+    form, width, ranks = config.format_of(classes.PARAM_GATHER), job.value_bytes, group.ranks
+    inside = config.is_dense_inside(classes.PARAM_GATHER) and group.nodes == 1
     if form == "dense" or inside or ranks == 1:
         nbytes, coding = float((1 if job.fp8_gather else width) * parameters), 0.0
     else:
-        bits, shard = cluster.exact_bits if form == EXACT else bits_of(form), parameters / ranks
+        bits, shard = cluster.exact_bits if form == formats.EXACT else bits_of(form), parameters / ranks
         gpu, nbytes = cluster.gpu, parameters * bits / 8
         # A rank keeps the old values of its shard, slice by slice, computes their change, and restores them; then it
         # decodes all messages and adds them to the parameters.
         coding = kernel(gpu, 7 * width * shard + nbytes / ranks) + kernel(gpu, nbytes + 5 * width * parameters)
-        if form == EXACT:
+        if form == formats.EXACT:
             coding = moved(gpu, _EXACT_PASSES * (shard + parameters))
     transfer = reduce_scatter(cluster, group, nbytes) + coding * cluster.coding_scale
     return Sent(nbytes=ring_bytes(nbytes, ranks, twice=False), transfer=transfer)
@@ -287,10 +273,11 @@ def _message_buffers(job: Job, config: OptimusConfig, per_node: int) -> float:
     """Return the bytes of slots on a rank of the first stage, of its unsent messages, and of a slice's old values."""
     sharded, embedding, limit = job.distributed_optimizer, job.embeddings_on(0), slot_bytes(config.message_memory)
     tied = embedding if job.shares_embedding and job.pp > 1 else 0
-    fused, routed = config.is_on(EMBEDDING) and tied > 0, job.routed_on(0)
+    fused, routed = config.is_on(classes.EMBEDDING) and tied > 0, job.routed_on(0)
     other = job.parameters_on(0) + (0 if job.ep > 1 else routed)
     routers = round(sum(math.prod(m.on_rank(job.tp)) * m.layers for m in job.model.matrices if m.router) / job.pp)
-    found, beside, before, gathered = dict[TrafficClass, list[Exchanged]](), 0.0, 0.0, config.format_of(PARAM_GATHER)
+    found, beside, before = dict[TrafficClass, list[Exchanged]](), 0.0, 0.0
+    gathered = config.format_of(classes.PARAM_GATHER)
     replicas = Group.strided(job.replicas, job.replica_stride, per_node)
     experts = Group.strided(job.expert_replicas, job.expert_stride, per_node)
 
@@ -299,9 +286,9 @@ def _message_buffers(job: Job, config: OptimusConfig, per_node: int) -> float:
         return form in ("dense", "low-rank") or group.ranks == 1 or inside
 
     for values, beside_embedding, group, of in (
-        (other + embedding - tied, other, replicas, DP_GRADIENTS),
-        (tied, 0, replicas, EMBEDDING if fused else DP_GRADIENTS),
-        (routed if job.ep > 1 else 0, 0, experts, DP_GRADIENTS),
+        (other + embedding - tied, other, replicas, classes.DP_GRADIENTS),
+        (tied, 0, replicas, classes.EMBEDDING if fused else classes.DP_GRADIENTS),
+        (routed if job.ep > 1 else 0, 0, experts, classes.DP_GRADIENTS),
     ):
         if not values:
             continue
@@ -312,23 +299,23 @@ def _message_buffers(job: Job, config: OptimusConfig, per_node: int) -> float:
         if not dense(form, of, group):
             two = config.dp_compression_levels != "one" and group.nodes > 1
             members = group.ranks // job.instances if job.instances > 1 else group.per_node if two else 1
-            alone = of is EMBEDDING and not sharded
+            alone = of is classes.EMBEDDING and not sharded
             nbytes = _sliced(form, coded, plain, job.gradient_bytes, group.ranks // members, limit)
-            found.setdefault(of if alone else DP_GRADIENTS, []).append(
+            found.setdefault(of if alone else classes.DP_GRADIENTS, []).append(
                 Exchanged([2 * each for each in nbytes], job.overlap_grad_reduce and not alone)
             )
-            beside += 2 * shard * bits_of(form) / 8 if of is EMBEDDING and sharded else 0
-        if sharded and not dense(gathered, PARAM_GATHER, group):
+            beside += 2 * shard * bits_of(form) / 8 if of is classes.EMBEDDING and sharded else 0
+        if sharded and not dense(gathered, classes.PARAM_GATHER, group):
             owners, width = group.ranks // job.instances, job.value_bytes
-            if gathered == EXACT:
+            if gathered == formats.EXACT:
                 nbytes = [min(width * values, limit)] * math.ceil(width * values / limit)
-                beside += EXACT_KEPT_BITS / 8 * shard
+                beside += formats.EXACT_KEPT_BITS / 8 * shard
             else:
                 nbytes = _sliced(gathered, job.instances * coded, job.instances * plain, width, owners, limit)
                 beside += sum(nbytes) / owners
-            found.setdefault(PARAM_GATHER, []).append(Exchanged(nbytes, job.overlap_param_gather))
+            found.setdefault(classes.PARAM_GATHER, []).append(Exchanged(nbytes, job.overlap_param_gather))
             before = max(before, width * shard / len(nbytes))
-    if config.format_of(DP_GRADIENTS) == "low-rank":
+    if config.format_of(classes.DP_GRADIENTS) == "low-rank":
         beside += 4 * low_rank_values(job, config)[0]
     return slots_bytes(found.values()) + beside + before
 
@@ -341,10 +328,10 @@ def _sliced(form: str, coded: float, plain: float, width: int, ranks: int, limit
     def nbytes(blocks: int, values: int) -> int:
         return ranks * section_bytes(blocks, values, format_named(form).code_bytes, width)[2]
 
-    blocks, values = math.ceil(coded / BLOCK), math.ceil(plain)
+    blocks, values = math.ceil(coded / formats.BLOCK), math.ceil(plain)
     if 2 * nbytes(blocks, values) <= limit:
         return [nbytes(blocks, values)]
-    count, unit = slices(lambda *each: 2 * nbytes(*each), blocks, values, limit, AT_ONCE)
+    count, unit = slices(lambda *each: 2 * nbytes(*each), blocks, values, limit, formats.AT_ONCE)
     # Where they can be cut, the longest slice is some half of a unit longer than the others.
     share = -(-blocks // count), -(-values // count)
     return [nbytes(share[0] + unit // 2, share[1]), *[nbytes(*share)] * (count - 1)]
@@ -359,14 +346,14 @@ def memory(job: Job, config: OptimusConfig = DENSE, per_node: int = 8) -> dict[s
     own, routed = job.parameters_on(0) + job.embeddings_on(0), job.routed_on(0)
     parameters, shards = own + routed, job.instances * (own / job.replicas + routed / job.expert_replicas)
     width, state, tokens = 4 if config.compression_state_dtype == "fp32" else 2, 0.0, 0.0
-    if config.format_of(DP_GRADIENTS) == "low-rank":
+    if config.format_of(classes.DP_GRADIENTS) == "low-rank":
         # Residuals and warm starts are kept twice, so that a step can be repeated.
         state = sum(
             count * (2 * width * (n * bool(config.dp_error_feedback) + r) + 4 * r) * m
             for n, m, r, count in _matrices(job, config)
         )
-    if config.lazy_error_propagation and config.is_on(PIPELINE_BACKWARD):
-        copies = 2 * width if config.remembers(PIPELINE_BACKWARD) else job.value_bytes
+    if config.lazy_error_propagation and config.is_on(classes.PIPELINE_BACKWARD):
+        copies = 2 * width if config.remembers(classes.PIPELINE_BACKWARD) else job.value_bytes
         state += copies * job.vpp * job.message_rows * job.model.hidden
     rows = max(map(config.format_of, classes_among("experts")), key=_row_bits)
     if block_format(rows):
