@@ -44,7 +44,7 @@ done
 # shellcheck source=scripts/slurm/common.sh
 source "$here/common.sh"
 
-options=() nodes="" dry_run="" logs=("${SBATCH_OUTPUT:-.}" "${SBATCH_ERROR:-.}")
+options=() nodes="" dry_run="" array="" logs=("${SBATCH_OUTPUT:-.}" "${SBATCH_ERROR:-.}")
 gpus="${SBATCH_GPUS_PER_NODE:-${SBATCH_GRES:-}}" # such as 8, h100:8, gpu:8,nvme:1
 all_gpus="${SBATCH_GPUS:-}"                      # number for all nodes together
 unset SBATCH_GPUS                                # it goes on as a number for each node
@@ -120,9 +120,7 @@ while (($# > 0)); do
       options+=("$1")
       ;;
     -a | --array*)
-      trains && [[ "${CHECKPOINT_DIR:-}" != none ]] &&
-        fail "$1" "all tasks would train in one folder of checkpoints" \
-          "Submit one job, which requeues itself at its time limit, or CHECKPOINT_DIR=none"
+      array="$1"
       options+=("$1")
       ;;
     --export | --export=*)
@@ -138,6 +136,12 @@ while (($# > 0)); do
   esac
   shift
 done
+
+array="${array:-${SBATCH_ARRAY_INX:+SBATCH_ARRAY_INX}}"
+if [[ -n "$array" && "${CHECKPOINT_DIR:-}" != none ]] && trains; then
+  fail "$array" "all tasks would train in one folder of checkpoints" \
+    "Submit one job, which requeues itself at its time limit, or CHECKPOINT_DIR=none"
+fi
 
 flags=("${experiment[@]}")
 for word in "$@"; do

@@ -97,6 +97,8 @@ REFUSED = {
     "pretrain --gpus-per-node=8 --optimus-cc balanced": "--optimus-cc: it is a flag of the program among the options",
     "pretrain --gpus-per-node=8 NETWORK_INTERFACE=^lo,docker0": "NETWORK_INTERFACE: '^lo,docker0' is not a name, and",
     "preflight --gpus-per-node=8 NETWORK_INTERFACE==ib0": "NETWORK_INTERFACE: '=ib0' is not a name, and gloo takes no",
+    "pretrain --gpus-per-node=8 SBATCH_ARRAY_INX=1-10%1": "SBATCH_ARRAY_INX: all tasks would train in one folder of",
+    "pretrain --gpus-per-node=8 -a1-10": "-a: all tasks would train in one folder of checkpoints. Submit one job,",
     "paper collect": "paper.sbatch: error: RESULTS: there is no '",
     "pretrain RESTARTS=often --gpus-per-node=8": "RESTARTS: 'often' is not a whole number.",
     "paper table2/7b --gpus-per-node=8": "table2/7b: it is no experiment of scripts/paper. Give one, such as table2/",
