@@ -160,6 +160,15 @@ number_of() { # GPUS: prints 8 for h100:8 and for gpu:8,nvme:1; nothing without 
   [[ ! "${1#*gpu:}" =~ ^([^:]*:)?([0-9]+)(,|$) ]] || echo "${BASH_REMATCH[2]}"
 }
 
+try_writing() { # VARIABLE: refuses a path that cannot be made, before the job has worked for it
+  local above="${!1}" probe
+  until [[ -d "$above" ]]; do above="$(dirname -- "$above")"; done
+  # Not `-w`, which lets root write to any file system.
+  probe="$(mktemp -d "$above/.optimus-cc-XXXXXX" 2>/dev/null)" ||
+    refuse "$1" "'${!1}' cannot be made: $above takes no new folder" "Give one where you may write"
+  rmdir "$probe"
+}
+
 use_network() { # NETWORK_INTERFACE names the network; without it NCCL and gloo choose for themselves
   [[ -n "${NETWORK_INTERFACE:-}" ]] || return 0
   [[ "$NETWORK_INTERFACE" =~ ^[A-Za-z0-9][^\ ^=]*$ ]] ||
