@@ -225,6 +225,9 @@ class Codec:
         split = [self._split(message, layout, out.dtype) for message in messages if messages.numel()]
         dense = [_slots(message[0], layout.dense[index]) for message in split]
         for (start, length), slots in zip(layout.dense[index], zip(*dense, strict=True), strict=True):
+            if onto and not slots[1:]:
+                out[start : start + length].add_(slots[0])  # in the dtype of `out` already
+                continue
             total = self._scratch.take("total", (length,), torch.float32, out.device).copy_(slots[0])
             for slot in slots[1:]:
                 total.add_(slot)

@@ -140,19 +140,17 @@ class _GatherSlice(Slice):
         shards, flat = self._shards, self._shards.bucket.parameters
         own = views(flat, self._spans)
         before = shards.scratch.take("before", (sum(self._lengths),), flat.dtype, self.device).split(self._lengths)
-        for old, values in zip(before, own, strict=True):
-            old.copy_(values)
+        torch._foreach_copy_(before, own)
         try:
             for start, length in self._spans:
                 write(shards.bucket.of_megatron, start, start + length)
             with shards.gauge.timed(self.device):
-                for old, values in zip(before, own, strict=True):
-                    values.sub_(old)
+                torch._foreach_sub_(own, before)
                 self._gather.encode(flat, self.message)
             self._gather.note_errors(flat, self.message, shards.gauge)
         finally:
-            for old, values in zip(before, own, strict=True):
-                values.copy_(old)
+            with shards.gauge.timed(self.device):
+                torch._foreach_copy_(own, before)
 
     def cut(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the messages of all ranks."""

@@ -24,7 +24,7 @@ WORDS = {
 }  # fmt: skip
 REFUSED = {
     "--moe-latent-size": ["1024"], "--moe-expert-capacity-factor": ["1.5"],
-    "--moe-layer-recompute": [], "--delay-wgrad-compute": [],
+    "--moe-layer-recompute": [],
 }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ PP2DP2 = Layout(1, 2, 2)
 
 
 @pytest.mark.parametrize("layout", [PP2DP2, Layout(1, 4, 2)], ids=str)
-@pytest.mark.parametrize("name", [name for name in cluster.TRAINED if name not in ("tiny", "experts")])
+@pytest.mark.parametrize("name", [name for name in cluster.TRAINED if name not in ("tiny", "experts", "experts-top8")])
 def test_the_models_have_the_papers_proportions(name: str, layout: Layout) -> None:
     found = proportions(MODELS[name], layout)
     # Micro-batches are whole: one more or less changes this ratio by 1 part in 6.
