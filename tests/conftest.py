@@ -3,6 +3,7 @@
 The default time limit of a test is in pytest.ini.
 """
 
+import functools
 import itertools
 import os
 import subprocess
@@ -81,16 +82,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all Megatron runs, whose ranks use every core, to one worker if there are several; keep a file together
-    otherwise.
+    """Give all tests that share Megatron runs, and all of tests/distributed, to one worker each if there are several;
+    keep a file together otherwise.
     """
     from xdist.scheduler import LoadScopeScheduling
+
+    @functools.cache
+    def shares(file: str) -> bool:
+        return "/distributed/" in file or ("/megatron/" in file and "@uses(" in (config.rootpath / file).read_text())
 
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            folder = file.rpartition("/")[0]
-            return folder if folder.endswith(("/megatron", "/distributed")) else file
+            return file.rpartition("/")[0] if shares(file) else file
 
     return ByFolder(config, log)
 
