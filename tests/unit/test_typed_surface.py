@@ -36,7 +36,7 @@ TYPOS = {
     "optimizer, config,": "optimizer, 1,",
     "dp_compression_rank=8": "dp_compresion_rank=8",
     'compressed_backprop_format="int8"': 'compressed_backprop_format="int5"',
-    "train_iters=10": "train_iter=10",
+    "train_iters=10": 'train_iters="10"',
     "grad_norm=1.0": "norm=1.0",
 }
 
@@ -50,7 +50,7 @@ def errors_of_mypy(script: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.full
-def test_mypy_finds_five_typos_and_nothing_else(tmp_path: Path) -> None:
+def test_mypy_finds_five_mistakes_and_nothing_else(tmp_path: Path) -> None:
     assert errors_of_mypy(SCRIPT, tmp_path) == []
     with_typos = SCRIPT
     for right, wrong in TYPOS.items():
