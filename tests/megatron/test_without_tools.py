@@ -51,7 +51,7 @@ def test_every_module_of_the_extension_can_be_imported(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_script_trains_and_the_launcher_says_that_its_own_is_missing(tmp_path: Path, mark: str) -> None:
     copied(tmp_path, kept="cpu")
     program, path = ("--no-python", *PYTHON, "-m", "optimus_cc_ext"), searched(tmp_path)

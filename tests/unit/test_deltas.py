@@ -36,7 +36,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 2000), marks=pytest.mark.ci)])
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 2000), marks=pytest.mark.full)])
 def test_random_tensors_come_through_to_the_bit_and_old_ones_stay(seeds: range) -> None:
     for seed in seeds:
         old, new = tensors(seed)

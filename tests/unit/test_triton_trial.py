@@ -33,7 +33,7 @@ DEVICE = "cpu"
 
 @pytest.mark.skipif(not launches.AVAILABLE, reason="triton is missing, or older than 3.6")
 @pytest.mark.skipif(launches.INTERPRETED, reason="they run in this process")
-@pytest.mark.ci
+@pytest.mark.full
 def test_what_is_tried_holds_in_tritons_interpreter() -> None:
     assert_holds_in_tritons_interpreter(__file__, "TestTrial")
 
