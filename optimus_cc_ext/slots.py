@@ -41,7 +41,7 @@ class Exchanged(NamedTuple):
 
 
 def slots_bytes(kinds: Iterable[Iterable[Exchanged]], slots: int = SLOTS) -> int:
-    """Return the bytes of the slots that exchanges use, by kind; two kinds are never under way together."""
+    """Return the total size of the slots, in bytes. Exchanges of different `kinds` never run at the same time."""
     most = largest = 0
     for exchanges in map(list, kinds):
         alone = max((len(each.nbytes) for each in exchanges if not each.together), default=0)

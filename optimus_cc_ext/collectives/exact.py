@@ -16,7 +16,7 @@ _ROUNDED = 512
 """Bytes to whose multiples messages are padded."""
 
 _LEAST = 1 << 10
-"""Fewest values of a slice: in a smaller one, the header would outweigh the values."""
+"""Smallest number of values in a slice. With fewer values, a message would be mostly header."""
 
 _KEPT_BITS = {torch.bfloat16: EXACT_KEPT_BITS, torch.float16: 9}
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 HEADER = 16
-"""Bytes of a message's header, which precedes the first chunk."""
+"""Number of bytes of the header at the start of a message."""
 
 _CHUNK, _CHUNK_ON_GPU = 1 << 18, 1 << 21
 """Values that are encoded at once: fewer would cost more in calls than they gain by the cache. On a GPU, where the host

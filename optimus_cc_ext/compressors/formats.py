@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AT_ONCE = 1 << 11
-"""Number of blocks that are encoded at once on a CPU: 1 MiB in fp32, still in the cache when the next pass reads it."""
+"""Number of blocks that a CPU encodes at a time. They take 1 MiB in fp32, which stays in the cache between passes."""
 
 BLOCK = 128
 """Number of values that share a scale. Layouts and kernels know this size only; each Format repeats it, for code that

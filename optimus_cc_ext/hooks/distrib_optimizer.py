@@ -45,7 +45,7 @@ def copy_parameters(sessions: Sessions, original: Callable[..., None], optimizer
 
 
 def _parts(optimizer: Any) -> dict[int, list[_Part]]:
-    """Return what Megatron copies to parameters in 16 bits, by the identity of its bucket."""
+    """Return the master weights that Megatron copies to its 16-bit parameters, grouped by `id(bucket)`."""
     found = defaultdict[int, list[_Part]](list)
     groups = optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups
     for masters, parameters in zip(*groups, strict=True):

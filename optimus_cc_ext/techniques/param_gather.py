@@ -100,7 +100,7 @@ class Shards:
         del self.scratch, self.codec
 
     def encode(self, write: Write) -> None:
-        """Encode the change that `write` makes to the own shard, and restore the values that all replicas have."""
+        """Let `write` update this rank's shard, encode the change, and restore the values that all replicas have."""
         self.gathered = False
         for each in self.slices:
             each.encode(write)

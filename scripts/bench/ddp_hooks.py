@@ -113,7 +113,7 @@ def _sent() -> int:
 
 
 def run_hosts(rate: str, hook: str, seed: int, iterations: int) -> dict[str, float]:
-    """Run one training, with a rank on each host, and return what its first rank found."""
+    """Train once with one rank on each host; return the measurements of rank 0."""
     words = ["--rank", "--hooks", hook, "--seeds", f"{seed}", "--iterations", f"{iterations}"]
     command, processes = [sys.executable, "-m", "scripts.bench.ddp_hooks", *words], []
     with network(HOSTS) as hosts:

@@ -70,7 +70,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def simulated(numel: int) -> tuple[Weights, Weights]:
-    """Return weights of a scale of 0.02 before and after a step of Adam's at 1e-6."""
+    """Return bf16 weights with a standard deviation of 0.02, before and after an Adam step with learning rate 1e-6."""
     generator = torch.Generator().manual_seed(1)
     master = torch.randn(numel, generator=generator) * 0.02
     step = 0.2e-6 * torch.randn(numel, generator=generator)

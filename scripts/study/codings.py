@@ -1,4 +1,4 @@
-"""Bits that codings of the difference between two tensors of 16-bit values take."""
+"""Sizes, in bits, of several codings of the difference between two tensors of 16-bit values."""
 
 import heapq
 
@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 ESCAPE, BLOCK = 23, 128
-"""Bits of a value that is too large for its field, and values of a block with a shift of its own."""
+"""Number of bits of an escaped value, and number of values in a block that has its own shift."""
 
 SHIFTS = range(-3, 5)
 """Shifts of three bits that a block can add to the widths of its exponents."""
@@ -18,7 +18,7 @@ Numbers = NDArray[np.int64]
 
 
 def bits(old: torch.Tensor, new: torch.Tensor) -> dict[str, float]:
-    """Return the bits of all values together in each coding, and the number of values that stay the same.
+    """Return the total number of bits in each coding, and the number of unchanged values.
 
     entropy: of a difference, given the old exponent; huffman, rice: with a code by exponent; widths: fields as wide as
     the exponent says, with escapes; shifts: the same, with a shift of three bits for each block. Tables are left out.

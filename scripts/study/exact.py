@@ -132,7 +132,7 @@ def made(options: argparse.Namespace, cell: str, variant: str) -> bool:
 
 
 def measured(folder: Path, save: int) -> dict[str, Any]:
-    """Return the measurements of a run, from its log and the ranks' files; it saved after iteration `save`."""
+    """Read a run's measurements from its log and its ranks' files. The run saved after iteration `save`."""
     record = read_logs(folder)
     curves = [record.scalars.get(f"optimus-cc/parameter gather {side} bytes", {}) for side in ("raw", "sent")]
     raw, sent = sum(curves[0].values()), sum(curves[1].values())

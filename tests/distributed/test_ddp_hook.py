@@ -1,4 +1,4 @@
-"""Training on gloo ranks with the hook for DistributedDataParallel, compared with training without it."""
+"""Training under DistributedDataParallel on gloo ranks, with our communication hook and without it."""
 
 import copy
 from typing import Any

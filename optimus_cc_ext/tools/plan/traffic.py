@@ -292,7 +292,7 @@ def _message_buffers(job: Job, config: OptimusConfig, per_node: int) -> float:
     ):
         if not values:
             continue
-        # All messages are as long as the longest one: shards of an embedding hold no routers, which are sent dense.
+        # Messages are padded to the longest one, that of a shard without routers, because routers are sent dense.
         plain = routers * values / beside_embedding / group.ranks if beside_embedding else 0.0
         coded = values / group.ranks - (0.0 if (values - beside_embedding) * group.ranks > values else plain)
         form, shard = config.format_of(of), values * job.instances / group.ranks
