@@ -19,6 +19,17 @@ def add_text_options(parser: argparse._ActionsContainer, max_mb: float) -> None:
     )
 
 
+def add_run_options(parser: argparse._ActionsContainer, rows: Path, output: Path) -> None:
+    """Add the options of a command whose finished runs are rows of a file."""
+    add = parser.add_argument
+    add("--show", action="store_true", help="show the finished runs, and train nothing")
+    add("--retry", action="store_true", help="train failed runs again")
+    add("--rows", type=Path, default=rows, metavar="CSV", help=f"file of the finished runs ({rows.name})")
+    add("--output", type=Path, default=output, metavar="DIR", help="working folder (%(default)s)")
+    add("--timeout", type=float, default=60.0, metavar="MINUTES", help="limit of one run (%(default)g)")
+    add("--tiny", action="store_true", help=argparse.SUPPRESS)
+
+
 def words_and_further(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the command line at `--`; return the words before it, and those after it."""
     cut = list(argv).index("--") if "--" in argv else len(argv)

@@ -20,6 +20,7 @@ import torch
 
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.tools.report.table import Table, printed
+from scripts.experiments.command import add_run_options
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Training
 from scripts.experiments.runs import Runs, add_row, claimed, read_rows
 from scripts.experiments.texts import hash_of, text_of
@@ -46,12 +47,7 @@ def main(argv: Sequence[str]) -> int:
     add("--points", default="1,2,3,4,5,6,7,8,9,10,50,150,300", help="iterations that are measured (%(default)s)")
     add("--seed", type=int, default=1, help="seed of the trainings (%(default)s)")
     add("--max-mb", type=float, default=10.0, metavar="MB", help="read this much of the text (%(default)g)")
-    add("--show", action="store_true", help="show the rows, and train nothing")
-    add("--retry", action="store_true", help="train failed runs again")
-    add("--rows", type=Path, default=ROWS, metavar="CSV", help="file of the rows (%(default)s)")
-    add("--output", type=Path, default=Path("results/differences"), metavar="DIR", help="working folder (%(default)s)")
-    add("--timeout", type=float, default=60.0, metavar="MINUTES", help="limit of one run (%(default)g)")
-    add("--tiny", action="store_true", help=argparse.SUPPRESS)
+    add_run_options(parser, ROWS, Path("results/differences"))
     options = parser.parse_args(argv)
     points = points_of(parser, options.points)
     if unknown := [each for each in options.models.split(",") if each not in MODELS]:

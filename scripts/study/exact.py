@@ -23,6 +23,7 @@ from typing import Any
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.tools.report.record import read_logs
 from optimus_cc_ext.tools.report.table import Table, printed
+from scripts.experiments.command import add_run_options
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Training
 from scripts.experiments.runs import Runs, add_row, claimed, read_rows
 from scripts.experiments.texts import hash_of, text_of
@@ -61,12 +62,7 @@ def main(argv: Sequence[str]) -> int:
     add("--micro-batches", type=int, metavar="N", help="micro-batches of a replica in an iteration (the model's)")
     add("--seed", type=int, default=1, help="seed of the trainings (%(default)s)")
     add("--max-mb", type=float, default=10.0, metavar="MB", help="read this much of the text (%(default)g)")
-    add("--show", action="store_true", help="show the table of finished runs, and train nothing")
-    add("--retry", action="store_true", help="train failed runs again")
-    add("--rows", type=Path, default=ROWS, metavar="CSV", help="file of the finished runs (%(default)s)")
-    add("--output", type=Path, default=Path("results/exact"), metavar="DIR", help="working folder (%(default)s)")
-    add("--timeout", type=float, default=60.0, metavar="MINUTES", help="limit of one run (%(default)g)")
-    add("--tiny", action="store_true", help=argparse.SUPPRESS)
+    add_run_options(parser, ROWS, Path("results/exact"))
     options = parser.parse_args(argv)
     if unknown := [each for each in options.variants.split(",") if each not in VARIANTS]:
         parser.error(f"--variants: {unknown[0]!r} is none of {', '.join(VARIANTS)}")

@@ -27,6 +27,7 @@ from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.tools.data import PreparedData
 from optimus_cc_ext.tools.report.record import read_logs, shares
 from optimus_cc_ext.tools.report.table import printed
+from scripts.experiments.command import add_run_options
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Model, Training
 from scripts.experiments.runs import Runs, add_row, claimed, read_rows
 from scripts.experiments.texts import TEXTS, hash_of, text_of
@@ -73,12 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--iterations", type=int, default=400, metavar="N", help="iterations of each run (%(default)s)")
     add("--interval", type=int, default=20, metavar="N", help="iterations between validations (%(default)s)")
     add("--evaluations", type=int, default=16, metavar="N", help="batches of each validation (%(default)s)")
-    add("--show", action="store_true", help="show the table of finished runs, and train nothing")
-    add("--retry", action="store_true", help="train failed runs again")
-    add("--rows", type=Path, default=RUNS, metavar="CSV", help="file of the finished runs (docs/study-runs.csv)")
-    add("--output", type=Path, default=Path("results/grid"), metavar="DIR", help="working folder (%(default)s)")
-    add("--timeout", type=float, default=60.0, metavar="MINUTES", help="limit of one run (%(default)g)")
-    add("--tiny", action="store_true", help=argparse.SUPPRESS)
+    add_run_options(parser, RUNS, Path("results/grid"))
     return parser
 
 
