@@ -98,6 +98,8 @@ MODELS: Mapping[str, Model] = {
     "llama": _LLAMA,
     # Embedding and output layer together hold a tenth of the parameters, as in published models of this size.
     "llama-350m": replace(_LLAMA, layers_per_stage=12, hidden=1024, heads=16, sequence=512, vocabulary=16384),
+    # FSDP2 reduces the gradients of each micro-batch by themselves, in bf16.
+    "llama-fsdp2": replace(_LLAMA, flags=f"{_LLAMA.flags} --use-torch-fsdp2 --ckpt-format torch_dist"),
     "llama-muon": replace(_LLAMA, flags=f"{_LLAMA.flags} --optimizer muon"),
     "moe": _MOE,
     "moe-ep2": replace(_MOE, flags=f"{_LLAMA.flags}{_EXPERTS} 2"),
@@ -139,8 +141,8 @@ MODELS: Mapping[str, Model] = {
     ),
     "wide": Model(4, hidden=384, heads=6, sequence=128, vocabulary=1536, micro_batch=3, micro_batches=6),
 }
-"""Models by name. The quickstart trains `gpt`, the study `gpt`, `llama`, `llama-muon` (trained by Muon,
-which takes the package emerging_optimizers), `moe` (every replica holds all experts),
+"""Models by name. The quickstart trains `gpt`, the study `gpt`, `llama`, `llama-fsdp2` (sharded by torch's FSDP2),
+`llama-muon` (trained by Muon, which takes the package emerging_optimizers), `moe` (every replica holds all experts),
 `moe-ep2` and `moe-ep4` (two and four replicas share the experts), `moe-bias-ep2` and `moe-bias-ep4` (likewise, with
 twice as many experts of half the size, balanced by a bias in place of an auxiliary loss); their tests train `test`; the
 cluster benchmark trains the others.

@@ -130,9 +130,10 @@ def _install(patches: Patches) -> None:
     # variable.
     patches.setenv("TORCHDYNAMO_DISABLE", "1")
     patches.replace(torch, "compile", _not_compiled)
-    # For tensor parallelism Megatron insists on CUDA_DEVICE_MAX_CONNECTIONS, although it only has a meaning on a GPU.
+    # Megatron insists on a value of CUDA_DEVICE_MAX_CONNECTIONS, although it only has a meaning on a GPU: 1 for tensor
+    # parallelism, and any other one for FSDP2.
     if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
-        patches.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        patches.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8" if "--use-torch-fsdp2" in sys.argv else "1")
 
     torch_cuda.install(patches)
     cuda_means_cpu.install(patches)
