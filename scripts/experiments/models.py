@@ -98,8 +98,10 @@ MODELS: Mapping[str, Model] = {
     "llama": _LLAMA,
     # Embedding and output layer together hold a tenth of the parameters, as in published models of this size.
     "llama-350m": replace(_LLAMA, layers_per_stage=12, hidden=1024, heads=16, sequence=512, vocabulary=16384),
-    # FSDP2 reduces the gradients of each micro-batch by themselves, in bf16.
-    "llama-fsdp2": replace(_LLAMA, flags=f"{_LLAMA.flags} --use-torch-fsdp2 --ckpt-format torch_dist"),
+    # FSDP2 gathers the weights and reduces the gradients of each micro-batch by themselves, so there are only two.
+    "llama-fsdp2": replace(
+        _LLAMA, micro_batch=4, micro_batches=2, flags=f"{_LLAMA.flags} --use-torch-fsdp2 --ckpt-format torch_dist"
+    ),
     "llama-muon": replace(_LLAMA, flags=f"{_LLAMA.flags} --optimizer muon"),
     "moe": _MOE,
     "moe-ep2": replace(_MOE, flags=f"{_LLAMA.flags}{_EXPERTS} 2"),
