@@ -88,6 +88,9 @@ EXACT = "exact"
 EXACT_BITS = 3.4
 """Bits of a value in exact messages, in the mean of a run: they follow from the learning rate."""
 
+EXACT_PEAK_BITS = 5
+"""Bits of a value in exact messages at the learning rate's peak: so long are those of a trial, in a warm-up, too."""
+
 EXACT_KEPT_BITS = 6
 """Bits of a value in bf16 for which a rank has memory until it sends its message; a longer message is sent raw."""
 

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus_cc_ext.announce import say
 from optimus_cc_ext.collectives.calls import PendingCollective, start_all_gather, start_max
 from optimus_cc_ext.collectives.exact import ExactPlan, padded
 from optimus_cc_ext.collectives.ring import Slice
 from optimus_cc_ext.compressors import exact
+from optimus_cc_ext.compressors.formats import EXACT_PEAK_BITS
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.techniques.param_gather import ParamGather, Shards, Write
 
@@ -22,12 +24,16 @@ _PURPOSE = "exact parameter gather"
 _SIZES = 8
 """Bytes of a slice in the search for its longest message: a ring of 4 bytes in both directions."""
 
+_MOST_RAW = 10
+"""Successive steps in which a bucket is sent raw before a line says so."""
+
 
 class ExactShards(Shards):
     """Parameters of one bucket, of which each replica owns a shard; `Shards` has the arguments."""
 
     plan: ExactPlan
     longest: "Longest"
+    _raw_steps = 0
 
     def _cut(self) -> list[Any]:
         return [_ExactSlice(self, *each) for each in zip(self.plan.spans, self.plan.kept, self.plan.raw, strict=True)]
@@ -40,6 +46,13 @@ class ExactShards(Shards):
 
     def start(self) -> None:
         self.longest.settle()
+        self._raw_steps = self._raw_steps + 1 if all(each.is_raw for each in self.slices) else 0
+        if self._raw_steps == _MOST_RAW and self.groups.whole.rank() == 0:
+            say(
+                f"optimus-cc: parameter gather: a bucket of {self.plan.numel} parameters was sent raw in {_MOST_RAW} "
+                "steps in a row, because its changes do not compress. It stays exact; --param-gather-format dense "
+                "takes as many bytes and no work"
+            )
         super().start()
 
     @property
@@ -59,12 +72,18 @@ class _ExactSlice(Slice):
     def __init__(self, shards: ExactShards, span: slice, kept: int, raw: int) -> None:
         self._ranks, self._rank = shards.groups.whole.size(), shards.groups.whole.rank()
         super().__init__(self._ranks * raw, shards.bucket.device)
-        self._shards, self._span, self._raw = shards, span, exact.raw_bytes(span.stop - span.start)
+        self._shards, self._span, self.raw = shards, span, exact.raw_bytes(span.stop - span.start)
         self._start = self._rank * shards.plan.numel // self._ranks + span.start
         self.change_bytes = self._values(self._rank).nbytes
         self.message = torch.zeros(kept, dtype=torch.uint8, device=self.device)
         self.length = self.longest = 0
         """Bytes of the own message, and of the longest one of all ranks."""
+
+        self.at_peak = exact.HEADER + (span.stop - span.start) * EXACT_PEAK_BITS // 8
+        """Bytes of a message at the learning rate's peak, as forecast."""
+
+        self.is_raw = False
+        """True if a rank's values are sent as they are."""
 
         self._messages = self.message.new_empty(0)
         self._pending: PendingCollective | None = None
@@ -86,9 +105,9 @@ class _ExactSlice(Slice):
         (memory,) = views
         self._messages = memory[: self._ranks * self.longest].view(self._ranks, self.longest)
         own = self._messages[self._rank]
-        if self.length == self._raw:
+        if self.length == self.raw:
             own[: exact.HEADER].copy_(self.message[: exact.HEADER])
-            own[exact.HEADER : self._raw].copy_(self._values(self._rank).view(torch.uint8))
+            own[exact.HEADER : self.raw].copy_(self._values(self._rank).view(torch.uint8))
         else:
             own[: self.length].copy_(self.message[: self.length])
         self._pending = start_all_gather(self._messages.view(-1), own, self._shards.groups.whole, _PURPOSE)
@@ -117,11 +136,14 @@ class Longest:
     """Search for the longest message of each slice over all replicas; it begins when it is made.
 
     All replicas make it for the same buckets, in the same order.
+
+    Args:
+        at_peak: True if messages are to be no shorter than at the learning rate's peak.
     """
 
-    def __init__(self, written: Sequence[ExactShards]) -> None:
+    def __init__(self, written: Sequence[ExactShards], *, at_peak: bool) -> None:
         self._slices = [each for shards in written for each in shards.slices]
-        lengths = [each.length for each in self._slices]
+        lengths = [max(each.length, at_peak * each.at_peak) for each in self._slices]
         self._lengths = torch.tensor(lengths, dtype=torch.int32, device=written[0].bucket.device)
         self._pending: PendingCollective | None = start_max(self._lengths, written[0].groups.whole, _PURPOSE)
         for shards in written:
@@ -133,7 +155,7 @@ class Longest:
             self._pending.wait()
             self._pending = None
             for each, length in zip(self._slices, self._lengths.tolist(), strict=True):
-                each.longest = padded(length)
+                each.longest, each.is_raw = padded(length), length == each.raw
 
 
 class ExactGather(ParamGather):
@@ -148,5 +170,5 @@ class ExactGather(ParamGather):
             if shards.updated:
                 groups.setdefault(shards.groups.whole, []).append(shards)
         for found in groups.values():
-            Longest(found)
+            Longest(found, at_peak=self.on_trial)
         return written

@@ -114,6 +114,9 @@ class Technique:
         self.dense = False
         """True while the class is sent as in vanilla Megatron, on all ranks alike (module `trial`)."""
 
+        self.on_trial = False
+        """True while a trial compares the class with dense."""
+
         self.alone: dist.ProcessGroup | None = None
         """Single-rank process group, which Megatron's collective gets while the technique replaces it."""
 

@@ -167,6 +167,13 @@ class Trial:
     _counted: list[tuple[str, int]] = field(default_factory=list)
     """Name of each counted step's seconds, and its iteration."""
 
+    def __post_init__(self) -> None:
+        self._note_classes(self.classes)
+
+    def _note_classes(self, classes: Collection[TrafficClass]) -> None:
+        for technique in self.techniques:
+            technique.on_trial = technique.traffic in classes
+
     @property
     def open(self) -> bool:
         return self.compressed is None
@@ -227,6 +234,7 @@ class Trial:
     def _take(self, compressed: bool, line: str) -> None:
         """Take a choice, and say so. What stays dense from now on needs no memory."""
         self.compressed = compressed
+        self._note_classes(())
         if self.grid.is_first:
             say(f"optimus-cc: {line}")
         dense = frozenset() if compressed else self.classes

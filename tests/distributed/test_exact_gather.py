@@ -10,9 +10,11 @@ import torch.distributed as dist
 from optimus_cc_ext.collectives.exact import ExactPlan, padded
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.compressors.exact import HEADER, raw_bytes
+from optimus_cc_ext.compressors.formats import EXACT_PEAK_BITS
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import PARAM_GATHER
 from optimus_cc_ext.errors import FlagError, OptimusError
+from optimus_cc_ext.techniques import exact_gather
 from optimus_cc_ext.techniques.bucket import Bucket
 from optimus_cc_ext.techniques.exact_gather import ExactGather
 from tests.forked_ranks import run_ranks
@@ -95,6 +97,48 @@ def test_all_replicas_have_the_owners_values_to_the_bit_through_steps_that_do_no
         assert astray[number] == sum(plan.raw) + 8 * len(plan.raw), "one rank's raw message makes all as long"
         assert still[number] <= small[number] <= astray[number]
     assert small[0] < 0.7 * astray[0]
+
+
+def _messages_on_trial() -> list[int]:
+    """Return the bytes of a step that changes nothing, on trial and afterwards."""
+    dist.init_process_group("gloo")
+    technique, flat = ExactGather(OptimusConfig(param_gather_format="exact"), PARAM_GATHER), _start(SIZES[0])
+    bucket, plan = Bucket.of(flat), ExactPlan(numel=SIZES[0], dtype=flat.dtype, ranks=RANKS)
+    [shards], found = [technique.add_bucket(bucket, plan, Groups(dist.group.WORLD), together=True)], []
+    for technique.on_trial in (True, False):
+        _update(technique, [bucket], [_start(SIZES[0])])
+        technique.gather([shards]).wait()
+        assert torch.equal(flat, _start(SIZES[0]))
+        found.append(shards.sent_bytes)
+    return found
+
+
+def test_messages_on_trial_are_as_long_as_at_the_learning_rates_peak() -> None:
+    first, *others = run_ranks(RANKS, _messages_on_trial)
+    assert all(each == first for each in others)
+    at_peak, still = first
+    numel = SIZES[0] // RANKS
+    assert still < 0.3 * at_peak and numel * EXACT_PEAK_BITS / 8 < at_peak < numel * (EXACT_PEAK_BITS + 1) / 8
+
+
+def _lines_of_raw_steps() -> list[str]:
+    """Return the lines of 25 steps, of which the twelfth compresses and all others do not."""
+    dist.init_process_group("gloo")
+    technique, flat = ExactGather(OptimusConfig(param_gather_format="exact"), PARAM_GATHER), _start(SIZES[0])
+    bucket, plan = Bucket.of(flat), ExactPlan(numel=SIZES[0], dtype=flat.dtype, ranks=RANKS)
+    shards, said = [technique.add_bucket(bucket, plan, Groups(dist.group.WORLD), together=True)], []
+    exact_gather.say = lambda line: said.append(f"{step}: {line}")
+    for step in range(1, 26):
+        new = flat.clone() if step == 12 else torch.randn(SIZES[0], generator=torch.Generator().manual_seed(step)).exp()
+        _update(technique, [bucket], [new.bfloat16() if step % 2 or step == 12 else -new.bfloat16()])
+        technique.gather(shards).wait()
+    return said
+
+
+def test_a_bucket_that_does_not_compress_for_ten_steps_is_named_once_on_one_of_its_ranks() -> None:
+    first, *others = run_ranks(RANKS, _lines_of_raw_steps)
+    assert [line.partition(":")[0] for line in first] == ["10", "22"] and others == [[], []]
+    assert f"a bucket of {SIZES[0]} parameters was sent raw in 10 steps in a row" in first[0]
 
 
 def test_a_replica_that_another_wrote_differently_ends_the_run_and_is_named() -> None:
