@@ -9,12 +9,13 @@ between their positions are sent. The caller transports the bytes.
 
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Buffer, Iterable
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from optimus_cc_ext.compressors import exact
 from optimus_cc_ext.errors import OptimusError
@@ -39,12 +40,16 @@ def encode(old: Iterable[Tensor], new: Iterable[Tensor]) -> bytes:
     """Encode the change of tensors, which are of any shapes and dtypes.
 
     Raises:
-        OptimusError: old and new tensors differ in number, shapes or dtypes.
+        OptimusError: old and new tensors differ in number, shapes or dtypes, or all are the same memory; or one is no
+            dense tensor.
     """
-    before, after = list(old), list(new)
+    before, after = _dense(old), _dense(new)
     kinds = [[(each.shape, each.dtype) for each in side] for side in (before, after)]
     if kinds[0] != kinds[1]:
         raise OptimusError("deltas.encode: old and new tensors differ in number, shapes or dtypes. Give both alike")
+    shared = [one.data_ptr() == other.data_ptr() for one, other in zip(before, after, strict=True) if one.numel()]
+    if shared and all(shared):
+        raise OptimusError("deltas.encode: old and new tensors are the same memory. Give clones made before the step")
     checksum, body = 0, bytearray()
     for patterns, others in zip(map(_patterns, before), map(_patterns, after), strict=True):
         checksum = zlib.crc32(patterns.numpy(), checksum)
@@ -60,13 +65,15 @@ def encode(old: Iterable[Tensor], new: Iterable[Tensor]) -> bytes:
     return _HEADER.pack(_SIGNATURE, len(before), checksum, zlib.crc32(body)) + body
 
 
-def apply(old: Iterable[Tensor], delta: bytes) -> list[Tensor]:
+def apply(old: Iterable[Tensor], delta: Buffer) -> list[Tensor]:
     """Return the new tensors, on the devices of the old ones, which stay as they are.
 
     Raises:
-        OptimusError: `delta` is no complete message of `encode`, or was made from other values than `old`.
+        OptimusError: `delta` is no complete message of `encode`, or was made from other values than `old`; or one of
+            these is no dense tensor.
     """
-    before, body = list(old), delta[_HEADER.size :]
+    before, delta = _dense(old), bytes(delta)
+    body = delta[_HEADER.size :]
     signature, number, checksum, of_body = _HEADER.unpack(delta[: _HEADER.size].ljust(_HEADER.size, b" "))
     if signature != _SIGNATURE or zlib.crc32(body) != of_body:
         raise OptimusError("deltas.apply: the bytes are damaged, or not those of deltas.encode. Send them again")
@@ -95,9 +102,22 @@ def apply(old: Iterable[Tensor], delta: bytes) -> list[Tensor]:
     ]
 
 
+def _dense(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors as a list, after checking that each holds its values as plain memory."""
+    found = list(tensors)
+    for each in found:
+        plain = isinstance(each, Tensor) and each.layout is torch.strided and not each.is_meta
+        if not plain or is_traceable_wrapper_subclass(each):
+            raise OptimusError(
+                f"deltas: {type(each).__name__} is no dense tensor. Give lists of dense tensors: of a DTensor its "
+                "to_local(), of a state_dict its values()"
+            )
+    return found
+
+
 def _patterns(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes as flat int16 on the CPU, with a zero behind an odd number of them."""
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    data = tensor.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8)
     return (torch.cat([data, data.new_zeros(1)]) if len(data) % 2 else data).view(torch.int16)
 
 

@@ -2,10 +2,16 @@
 
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from optimus_cc_ext import deltas
 from optimus_cc_ext.errors import OptimusError
@@ -32,8 +38,12 @@ def tensors(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return old, new
 
 
+def same_bits(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    return list(map(bits, found)) == list(map(bits, expected))
+
+
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 2000), marks=pytest.mark.full)])
@@ -57,7 +67,7 @@ def test_small_steps_take_few_bytes(step: float, times: int) -> None:
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_tensors_that_do_not_change_stay(value: float) -> None:
     same_ones = [torch.full((numel,), value, dtype=torch.bfloat16) for numel in (0, 1, 300, 65_536, 70_000)]
-    delta = deltas.encode(same_ones, same_ones)
+    delta = deltas.encode(same_ones, [each.clone() for each in same_ones])
     found = deltas.apply(same_ones, delta)
     assert all(map(same, found, same_ones)) and len(delta) < 1200
 
@@ -87,6 +97,44 @@ def test_another_copy_and_damaged_bytes_are_refused_with_a_cure() -> None:
             deltas.apply([old], wrong)
     with pytest.raises(OptimusError, match="differ in number, shapes or dtypes"):
         deltas.encode([old], [new[:-1]])
+
+
+def test_what_holds_no_plain_values_is_refused_with_its_cure(tmp_path: Path) -> None:
+    plain = torch.ones(2, 2)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(plain, init_device_mesh("cpu", (1,)), [Shard(0)])
+    finally:
+        dist.destroy_process_group()
+    wrong = (sharded, plain.to_sparse(), plain.to("meta"), None, "model.weight", torch.nn.Linear(2, 2))
+    for each in wrong:
+        for call in (lambda one: deltas.encode([one], [one]), lambda one: deltas.apply([one], b"")):
+            with pytest.raises(OptimusError, match=r"is no dense tensor.*to_local\(\).*values\(\)"):
+                call(each)
+    own = [sharded.to_local()]
+    assert same_bits(deltas.apply(own, deltas.encode(own, [plain + 1])), [plain + 1])
+
+
+def test_weights_that_were_not_copied_before_the_step_are_refused() -> None:
+    layer = torch.nn.Linear(3, 3)
+    before = list(layer.parameters())
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(OptimusError, match=r"are the same memory.*clone"):
+        deltas.encode(before, layer.parameters())
+    empty = [torch.ones(0)]
+    assert same_bits(deltas.apply(empty, deltas.encode(empty, empty)), empty)
+    # A part of a model that is frozen needs no copy, and a conjugated view is as good as any other.
+    old, new = [layer.weight.detach() - 1, layer.bias], [layer.weight, layer.bias]
+    assert same_bits(deltas.apply(old, deltas.encode(old, new)), new)
+    turned = [torch.randn(5, dtype=torch.complex64).conj() for _ in range(2)]
+    assert same_bits(deltas.apply(turned[:1], deltas.encode(turned[:1], turned[1:])), [turned[1].resolve_conj()])
+
+
+@pytest.mark.parametrize("kind", [bytearray, memoryview, lambda delta: np.frombuffer(delta, dtype=np.uint8)])
+def test_bytes_may_arrive_in_any_buffer(kind: Callable[[bytes], Any]) -> None:
+    old, new = trained(1000, 1e-4, torch.bfloat16)
+    assert same_bits(deltas.apply([old], kind(deltas.encode([old], [new]))), [new])
 
 
 @pytest.mark.ci
