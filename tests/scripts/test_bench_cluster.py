@@ -1,5 +1,6 @@
 """The cluster benchmark: its models, its plans of rates, its arithmetic and its tables."""
 
+import argparse
 import dataclasses
 import json
 import math
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from optimus_cc_ext.compressors import exact
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.tools.report.log_lines import parse_trial, stays_dense
 from optimus_cc_ext.tools.report.table import Cell, Table
 from scripts.bench.cluster import __main__ as cluster
-from scripts.bench.cluster import free_coding, page
+from scripts.bench.cluster import free_coding, page, saved
 from scripts.bench.cluster.model import PAPER, proportions
 from scripts.bench.cluster.rates import Plan, plans, rate_list
 from scripts.bench.cluster.results import losses_agree, share_recovered, times, traffic
@@ -181,7 +183,8 @@ def test_the_bound_of_free_coding_trains_each_variant_twice_with_the_same_flags(
     assert [run.variant for run in bench.runs] == [
         "vanilla", "balanced", "bound of balanced", "balanced", "bound of balanced", "vanilla",
     ]  # fmt: skip
-    assert Path(ROOT, *cluster.FREE_CODING).exists()
+    script, shares = cluster.free_coding()
+    assert Path(ROOT, script).exists() and shares == "1"
     found = times(bench.runs).where(variant="balanced", rate="25mbit", block="all")
     assert found.column("bound") == [0.75] and found.column("recovered of bound") == pytest.approx([0.625 / 0.75])
 
@@ -212,7 +215,34 @@ def test_free_coding_has_the_messages_of_the_format_and_loses_the_values(format:
         assert not out.any()
 
 
+def test_free_coding_of_exact_messages_has_the_bytes_of_the_run_with_coding(monkeypatch: pytest.MonkeyPatch) -> None:
+    iterations = _run("exact", 0, {"25mbit": 1.0}, 1).iterations * 3
+    counts = ({"parameter gather": (32.0, 32.0)}, {"parameter gather": (8.0, 32.0)}, {})
+    coded = [dataclasses.replace(each, traffic=traffic) for each, traffic in zip(iterations, counts, strict=False)]
+    assert cluster.free_coding(coded)[1] == "1.00000,0.25000", "the log of a run's last iteration may be missing"
+    encode, values = free_coding.exact_encode([1.0, 0.25]), torch.zeros(800, dtype=torch.bfloat16)
+    for iteration, nbytes in ((0, exact.raw_bytes(800)), (1, 400), (2, 400)):
+        monkeypatch.setattr("megatron.training.get_args", lambda at=iteration: argparse.Namespace(curr_iteration=at))
+        assert encode(values, values, torch.zeros(600, dtype=torch.uint8)) == nbytes
+    assert free_coding.exact_decode(torch.zeros(16, dtype=torch.uint8), values)
+
+
 # Tables
+
+
+def test_saved_seconds_are_compared_with_those_of_the_saved_bytes_block_by_block() -> None:
+    # A link of 8 Mbit/s sends 1 MB in a second; the variant saves 2 MB on the busiest host.
+    runs = [
+        _run(variant, block, {"8mbit": seconds + block, "none": 1.0}, payload)
+        for block in (0, 1)
+        for variant, seconds, payload in (
+            ("vanilla", 4.0, 3_000_000), ("gather-exact", 3.0, 1_000_000), ("bound of gather-exact", 2.5, 1_000_000),
+        )
+    ]  # fmt: skip
+    table = saved.table(runs)
+    assert table.column("block") == [0, 1, "median"] and table.distinct("rate") == ["8mbit"]
+    assert table.column("saved, MB") == pytest.approx([2, 2, 2])
+    assert table.column("ratio") == pytest.approx([0.75, 0.75, 0.75])
 
 
 def test_the_tables_say_what_the_runs_say_and_losses_that_differ_are_noticed() -> None:

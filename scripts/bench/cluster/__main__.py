@@ -28,7 +28,7 @@ from scripts.bench.cluster.model import proportions
 from scripts.bench.cluster.page import JSON_NAME, load, write
 from scripts.bench.cluster.rates import Plan, plans
 from scripts.bench.cluster.results import BOUND, chooses_by_the_links, payload
-from scripts.bench.cluster.run import FREE_CODING, Iteration, Run, train
+from scripts.bench.cluster.run import Iteration, Run, free_coding, train
 from scripts.experiments.command import add_text_options, told, words_and_further
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Training
 from scripts.experiments.runs import claimed, commit
@@ -173,9 +173,11 @@ class Bench:
                 chooses = chooses_by_the_links(self._flags(name, layout, variant), layout, name)
                 for plan in plans(options.rates, chooses=chooses, **much):
                     label = f"block{block}" + (f"-{plan.rates[0]}" if chooses else "")
-                    self._keep(self._train(name, layout, variant, plan, label, block))
+                    coded = self._train(name, layout, variant, plan, label, block)
+                    self._keep(coded)
                     if options.bound == "coding" and variant != VANILLA:
-                        free = self._train(name, layout, variant, plan, f"{label}-{BOUND}it", block, FREE_CODING)
+                        script = free_coding(coded.iterations)
+                        free = self._train(name, layout, variant, plan, f"{label}-{BOUND}it", block, script)
                         free.variant = BOUND + variant
                         self._keep(free)
             if options.bound == "links":

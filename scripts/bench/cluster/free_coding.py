@@ -1,17 +1,20 @@
 """Training whose block formats are encoded and decoded in almost no time, which shows what coding costs.
 
-torchrun ... -m optimus_cc_ext scripts/bench/cluster/free_coding.py <flags>
+torchrun ... -m optimus_cc_ext scripts/bench/cluster/free_coding.py SHARES <flags>
 
 Messages are as long as the formats make them, but the values are lost. Decoded gradients are zero, so the weights stay.
 A row of experts' tokens keeps its first values and repeats them, so that routing stays about as even as it was.
-Low rank is not a block format, and takes its time.
+Exact messages are as long as in a run with coding: SHARES are the shares of the gather's bytes that it sent in each
+iteration, with commas between them. Low rank is not a block format, and takes its time.
 """
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from optimus_cc_ext.compressors import exact
 from optimus_cc_ext.compressors.blocks import BLOCK, Codec
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.tools import pretrain_gpt
@@ -50,10 +53,31 @@ def decode_rows(self: Codec, message: Tensor, dtype: torch.dtype) -> Tensor:
     return arrived.repeat(1, repeats)[:, :width].contiguous()
 
 
+def exact_encode(shares: list[float]) -> Any:
+    """Return a function in place of `exact.encode`: it gives a message the length that `shares` have for the
+    iteration.
+    """
+    from megatron import training
+
+    def encode(old: Tensor, new: Tensor, message: Tensor) -> int:
+        share = shares[min(training.get_args().curr_iteration, len(shares) - 1)]
+        length = max(exact.HEADER, int(share * new.nbytes))
+        return length if length <= message.numel() else exact.raw_bytes(new.numel())
+
+    return encode
+
+
+def exact_decode(message: Tensor, values: Tensor) -> bool:
+    """Replace `exact.decode`: write nothing."""
+    return True
+
+
 FREE = (encode, decode, decode_onto, decode_add, encode_rows, decode_rows)
 
 
 if __name__ == "__main__":
+    exact.encode = exact_encode([float(share) for share in sys.argv.pop(1).split(",")])  # type: ignore[assignment]
+    exact.decode = exact_decode  # type: ignore[assignment]
     for function in FREE:
         for codec in (Codec, TritonCodec):
             setattr(codec, function.__name__, function)

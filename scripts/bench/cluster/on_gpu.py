@@ -21,7 +21,7 @@ from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.tools.report.table import Table
 from scripts.bench.cluster.rates import Plan
 from scripts.bench.cluster.results import payload, share_recovered
-from scripts.bench.cluster.run import FREE_CODING, Iteration, Run, train
+from scripts.bench.cluster.run import Iteration, Run, free_coding, train
 from scripts.experiments.models import MODELS, Layout, Model, Training
 from scripts.experiments.runs import add_row, commit, read_rows
 from scripts.experiments.variants import CLUSTER, VANILLA, flags_of, papers_ranks
@@ -141,7 +141,7 @@ def _measure(
         model=fitted(MODELS[each.model], layout, dry=dry), layout=layout, iterations=len(rates), schedule=_SCHEDULE,
         learning_rate=1e-4, evaluation_iterations=0, device="cpu" if dry else "cuda",
     )  # fmt: skip
-    script = FREE_CODING if variant == FREE else []
+    script = free_coding() if variant == FREE else []
     words = [*script, *training.flags(), *_FLAGS.split(), str(training.model.vocabulary), *flags.split()]
     folder = options.output / "runs" / "-".join((each.model, each.layout, variant, keys[0]["rate"], each.queues or "0"))
     print(f"{each.model}, {layout}, {variant}: {flags or 'no flags of ours'}", flush=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from optimus_cc_ext.config.classes import CLASSES
+from optimus_cc_ext.config.classes import CLASSES, PARAM_GATHER
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.tools.cpu.shared_gpu import Device
 from optimus_cc_ext.tools.report.log_lines import Progress, parse_progress, parse_scalars, parse_techniques
@@ -16,7 +16,7 @@ from scripts.hosts.launch import lines_in
 from scripts.hosts.launch import run as launch
 from scripts.hosts.network import Network, network
 
-FREE_CODING = ["scripts/bench/cluster/free_coding.py"]
+_FREE_CODING = "scripts/bench/cluster/free_coding.py"
 """Training script of the runs whose coding takes almost no time."""
 
 _OURS = "optimus-cc: "
@@ -69,6 +69,16 @@ class Run:
     commit: str = ""
     text: str = ""
     """Hash of the text that the run trained on."""
+
+
+def free_coding(coded: Sequence[Iteration] = ()) -> list[str]:
+    """Return the first words of a run whose coding takes almost no time.
+
+    Args:
+        coded: the iterations of the same run with coding, whose exact messages are as long.
+    """
+    both = [each.traffic[PARAM_GATHER.tag] for each in coded if PARAM_GATHER.tag in each.traffic]
+    return [_FREE_CODING, ",".join(f"{sent / raw if raw else 1:.5f}" for sent, raw in both) or "1"]
 
 
 class _Follower:
