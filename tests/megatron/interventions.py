@@ -213,7 +213,7 @@ def poison() -> None:
 
     def loss_with_nan(mask: torch.Tensor, token_losses: torch.Tensor) -> Any:
         # The NaN passes the link between the stages with the backward pass, in epilogue messages too.
-        if ill(NAN_AT):
+        if ill(NAN_AT) and token_losses.requires_grad:
             token_losses.register_hook(lambda gradient: gradient * torch.nan)
         return masked_loss(mask, token_losses)
 
