@@ -92,10 +92,18 @@ def decode(message: Tensor, values: Tensor) -> bool:
 
 
 def _checksum(patterns: Tensor) -> int:
-    """Sum up bit patterns, four at a time, modulo 2^64; wherever the tensor begins, the sum is the same."""
-    whole = patterns.numel() // 4 * 4
-    total = sum(int(patterns[:whole][chunk].clone().view(torch.int64).sum()) for chunk in _chunks(patterns[:whole]))
-    return (total + int(patterns[whole:].sum()) + 2**63) % 2**64 - 2**63
+    """Sum up bit patterns, four at a time, times odd numbers by place, modulo 2^64, wherever the tensor begins."""
+    total = 0
+    for part in map(patterns.__getitem__, _chunks(patterns)):
+        words = torch.cat([part, part.new_zeros(-len(part) % 4)]).view(torch.int64)
+        total = 3 * total + int(words.mul_(_odd(words.device)[: len(words)]).sum())
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@cache
+def _odd(device: torch.device) -> Tensor:
+    """Return as many odd numbers as a chunk has words."""
+    return torch.arange(1, _CHUNK_ON_GPU // 2, 2, device=device)
 
 
 def _chunks(values: Tensor) -> Iterator[slice]:

@@ -122,8 +122,8 @@ class _ExactSlice(Slice):
                 if rank != self._rank and not exact.decode(message, self._values(rank)):
                     raise OptimusError(
                         f"rank {dist.get_rank()}: parameters of replica {rank}'s shard differ from its own, which "
-                        "were written on some replicas alone, or between the step and its gather. Give "
-                        "--param-gather-format dense, whose gather makes them equal"
+                        "were written on some replicas alone, or between the step and its gather. Call each model's "
+                        "start_param_sync(force_sync=True) before, or give --param-gather-format dense"
                     )
 
     def _values(self, rank: int) -> torch.Tensor:

@@ -149,3 +149,18 @@ def test_other_old_values_are_noticed_and_nothing_is_written(raw: bool) -> None:
         other.view(torch.int16)[at] ^= 1
         before = other.clone()
         assert not exact.decode(message, other) and same(other, before)
+
+
+@pytest.mark.parametrize("numel", [7, 2 * exact._CHUNK + 7])
+def test_old_values_that_have_changed_places_are_noticed(numel: int) -> None:
+    """A loop may exchange experts, or rows of an embedding, between the step and its gather."""
+    old, new = trained(numel, 1e-4, torch.bfloat16)
+    message = torch.zeros(2 * numel // 8 * 8 + 8, dtype=torch.uint8)
+    nbytes = exact.encode(old, new, message)
+    message = torch.cat([message[:16], new.view(torch.uint8)]) if nbytes == exact.raw_bytes(numel) else message[:nbytes]
+    for start, length in ((0, 1), (numel - 2, 1), (0, 3), (exact._CHUNK - 4, 4), (0, exact._CHUNK), (4096, 1024)):
+        if start + 2 * length <= numel:
+            other = old.clone()
+            other[start : start + 2 * length] = old[start : start + 2 * length].view(2, -1).flip(0).view(-1)
+            assert not same(other, old) and not exact.decode(message, other), (start, length)
+    assert exact.decode(message, old.clone())
