@@ -43,6 +43,7 @@ STUDY: Mapping[str, str] = {
     },
 }
 EXPERTS: Mapping[str, str] = _TABLES["experts"]
+PRICE: Mapping[str, str] = _TABLES["price"]
 CLUSTER: Mapping[str, str] = _TABLES["common"] | _TABLES["levels"] | EXPERTS | _TABLES["cluster"]
 GRADIENTS: Mapping[str, Mapping[str, str]] = {
     traffic.tag: _settings(traffic) for traffic in (PIPELINE_BACKWARD, PIPELINE_FORWARD, DP_GRADIENTS)

@@ -27,8 +27,9 @@ from scripts.experiments.command import add_text_options, words_and_further
 from scripts.experiments.models import MODELS, Training, device_here
 from scripts.experiments.runs import Runs
 from scripts.experiments.texts import hash_of, text_of
-from scripts.experiments.variants import EXPERTS, STUDY, flags_of, larger_ranks
+from scripts.experiments.variants import EXPERTS, PRICE, STUDY, flags_of, larger_ranks
 from scripts.hosts.launch import RunFailed
+from scripts.study.law import SLOPES
 from scripts.study.results import CONTROLS, draw_prices, losses, prices, spread, traffic
 
 MINE = "mine"
@@ -41,6 +42,9 @@ SCRIPTS = {
     "int4-vocabulary": "scripts/study/in_formats.py int8 int4",
     "int5": "scripts/study/in_formats.py int5 int5",
     "int6": "scripts/study/in_formats.py int6 int6",
+    "dp-int3": "scripts/study/in_formats.py int3 int3",
+    "dp-int2": "scripts/study/in_formats.py int2 int2",
+    **{name: f"scripts/study/batches.py {name}" for name in SLOPES},
 }
 """Training script of each variant that does not train with the package's own entry point, with its arguments. Paths
 are relative to the folder that holds scripts/, so that a run does not depend on the checkout's path.
@@ -113,7 +117,7 @@ def words_of(variant: str, training: Training) -> list[str]:
         # One ulp of an fp32 weight is between 6e-8 and 1.2e-7 of its value, so this factor moves a weight by one or
         # two ulps.
         return ["--init-method-std", repr(training.model.hidden**-0.5 * (1 + 1.2e-7))]
-    text = {**STUDY, **EXPERTS}.get(variant, "")
+    text = {**STUDY, **EXPERTS, **PRICE}.get(variant, "")
     return flags_of(text, training.layout, larger_ranks(training.model.hidden))
 
 

@@ -98,13 +98,13 @@ def upper_bound(cell: Cell) -> float:
 
 
 @functools.cache
-def student(freedom: int) -> float:
-    """Return the 95 % quantile of Student's t distribution."""
+def student(freedom: int, tail: float = 0.05) -> float:
+    """Return the value that Student's t distribution exceeds with the probability `tail`."""
     # mpmath is installed with torch, which needs sympy.
     from mpmath import betainc, findroot
 
     def beyond(t: float) -> Any:
-        return betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True) / 2 - 0.05
+        return betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True) / 2 - tail
 
     return float(findroot(beyond, (1.0, 8.0), solver="anderson"))
 

@@ -31,10 +31,11 @@ from scripts.experiments.command import add_run_options
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Model, Training
 from scripts.experiments.runs import Runs, add_row, claimed, read_rows
 from scripts.experiments.texts import TEXTS, hash_of, text_of
-from scripts.experiments.variants import EXPERTS, VANILLA
+from scripts.experiments.variants import EXPERTS, PRICE, VANILLA
 from scripts.hosts.launch import RunFailed, lines_in
 from scripts.study.__main__ import KEPT, NAMES, SCRIPTS, words_of
 from scripts.study.cells import LAST, compared, losses, verdicts
+from scripts.study.law import SLOPES
 from scripts.study.results import CONTROLS
 
 RUNS = Path(__file__).resolve().parents[2] / "docs" / "study-runs.csv"
@@ -50,7 +51,7 @@ tokens of an expert over the mean, in the mean of the layers, micro-batches and 
 _MODES = {"noise-on-rows": ("noise", VANILLA), "experts-coded-validation": ("coded-validation", "experts")}
 """Mode of scripts/study/experts.py, and the variant whose flags are given, of each control of experts' tokens."""
 
-VARIANTS = (*NAMES, *EXPERTS, *_MODES)
+VARIANTS = (*NAMES, *EXPERTS, *PRICE, *SLOPES, *_MODES)
 
 _LOAD = re.compile(r"expert load in the second half: ([\d.]+)")
 

@@ -3,9 +3,8 @@
 torchrun ... -m optimus_cc_ext scripts/study/in_formats.py MATRICES VOCABULARY <flags>
 
 VOCABULARY is the format of word embeddings and output layers that are not tied, MATRICES the format of all other
-matrices. Both are formats of the product, or `int5` and `int6`, whose largest codes are 15 and 31. Both are packed in
-six bits, so `int5` has the error of five bits and the bytes of six. The two formats take the place of the one that
---dp-compression-format names.
+matrices. Both are formats of the product, or of `ROWS`, which are packed in six bits: `int5` has the error of five bits
+and the bytes of six. The two formats take the place of the one that --dp-compression-format names.
 """
 
 import dataclasses
@@ -31,8 +30,10 @@ from optimus_cc_ext.tools import pretrain_gpt
 
 ROWS = {
     name: Format(name=name, packing="integers", bits=6, largest=largest, rotated=True, gaussian_error=error)
-    for name, largest, error in (("int5", 15.0, 0.055), ("int6", 31.0, 0.0265))
-}
+    for name, largest, error in (
+        ("int2", 1.0, 0.767), ("int3", 3.0, 0.274), ("int5", 15.0, 0.055), ("int6", 31.0, 0.0265),
+    )
+}  # fmt: skip
 """Formats of the study that are not in the product's table."""
 
 

@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.tools.cpu.shared_gpu import Device
+from optimus_cc_ext.tools.data import PreparedData
 from optimus_cc_ext.tools.report.document import ReportDocument
 from optimus_cc_ext.tools.report.table import Table
 from scripts.experiments.models import MODELS, Training, device_here
@@ -89,28 +90,10 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
         model = shrunk(MODELS[name]) if options.tiny else MODELS[name]
         training = Training(model=model, iterations=points[-1], seed=options.seed, evaluation_iterations=1)
         training = dataclasses.replace(training, device=device_here(training.processes))
-        data = prepared(options, training)
-        training.check(data)
-        runs = Runs(options.output / name, hash_of(data), options.timeout, options.retry, training.device)
-        checkpoints = (runs.folder / "training" / "save").absolute()
-        flags = training_flags(training, data, checkpoints, points)
-        runs.made("training", training.processes, flags, options.seed, lambda folder: {})
-        fixed = dataclasses.replace(
-            training, iterations=options.iterations, learning_rate=0.0, seed=training.seed + 1
-        )  # fmt: skip
-        for point in points:
-            dense = (runs.folder / f"{point}-{DENSE}").absolute()
-            errors = {}
-            for form in (DENSE, *formats):
-                folder = (runs.folder / f"{point}-{form}").absolute()
-                script = [] if form == DENSE else ["scripts/study/in_formats.py", form, form]
-                ours = [] if form == DENSE else ["--dp-compression-format", "int4"]
-                flags = [
-                    *script, *fixed.megatron_flags(data), *ours,
-                    *from_weights(checkpoints, point, folder, fixed.iterations),
-                ]  # fmt: skip
-                read = kept if form == DENSE else partial(against, dense=dense, device=compared_on(training.device))
-                errors[form] = runs.made(folder.name, fixed.processes, flags, fixed.seed, read)
+        runs = Runs(options.output / name, "", options.timeout, options.retry, training.device)
+        for point, errors in coded_from_weights(
+            training, prepared(options, training), runs, points, formats, options.iterations, compare
+        ):
             kinds = [kind for kind in KINDS if kind in errors[formats[0]]]
             rows += [
                 (name, point, kind, *(e and 100 * e for form in formats for e in errors[form][kind])) for kind in kinds
@@ -125,13 +108,47 @@ def study(options: argparse.Namespace, points: Sequence[int]) -> int:
     return 0
 
 
+def coded_from_weights(
+    training: Training, data: PreparedData, runs: Runs, points: Sequence[int], formats: Sequence[str], iterations: int,
+    compare: Callable[[Gradients, Gradients], dict[str, Any]],
+) -> Iterator[tuple[int, dict[str, dict[str, Any]]]]:  # fmt: skip
+    """Train once, then pass `iterations` batches at a learning rate of 0 through the weights of each point, with
+    gradients in each format; yield the point, and what `compare` says of each format's gradients and the dense ones.
+
+    Raises:
+        ExperimentError: the text is too short.
+        RunFailed: a run failed, now or before.
+    """
+    training.check(data)
+    runs = dataclasses.replace(runs, text=hash_of(data))
+    checkpoints = (runs.folder / "training" / "save").absolute()
+    flags = training_flags(training, data, checkpoints, points)
+    runs.made("training", training.processes, flags, training.seed, lambda folder: {})
+    fixed = dataclasses.replace(training, iterations=iterations, learning_rate=0.0, seed=training.seed + 1)
+    for point in points:
+        dense = (runs.folder / f"{point}-{DENSE}").absolute()
+        found = {}
+        for form in (DENSE, *formats):
+            folder = (runs.folder / f"{point}-{form}").absolute()
+            script = [] if form == DENSE else ["scripts/study/in_formats.py", form, form]
+            ours = [] if form == DENSE else ["--dp-compression-format", "int4"]
+            flags = [
+                *script, *fixed.megatron_flags(data), *ours, *from_weights(checkpoints, point, folder, iterations)
+            ]  # fmt: skip
+            read = partial(against, dense=dense, compare=compare, device=compared_on(training.device))
+            found[form] = runs.made(folder.name, fixed.processes, flags, fixed.seed, kept if form == DENSE else read)
+        yield point, found
+
+
 def compared_on(device: Device) -> str:
     """Return the device on which gradients are compared: the GPU if the training ran on one, else the CPU."""
     return "cpu" if device == "cpu" else "cuda"
 
 
-def against(folder: Path, dense: Path, device: str = "cpu") -> dict[str, Any]:
-    """Return the errors of a run's gradients, steps and second moments by kind; delete the gradients."""
+def against(
+    folder: Path, dense: Path, compare: Callable[[Gradients, Gradients], dict[str, Any]], device: str = "cpu"
+) -> dict[str, Any]:
+    """Return what `compare` says of a run's gradients and the dense ones; delete the gradients."""
     errors = compare(load(folder, device), load(dense, device))
     shutil.rmtree(folder / "save")
     return errors
