@@ -79,7 +79,10 @@ class ShardedCompression:
         self._units = units
 
     def remove(self) -> None:
-        """Let torch reduce the gradients again; a communication of the user's own is the user's to restore."""
+        """Let torch reduce the gradients again.
+
+        A communication of the user's own, and a sum that the user forced, are the user's to set again.
+        """
         for unit in self._units:
             unit.detach()
 
@@ -97,7 +100,7 @@ class _Unit:
             for parameter in module.parameters(recurse=False)
             if isinstance(parameter, DTensor)
         ))  # fmt: skip
-        self._attached = self._said = False
+        self._said = False
 
     def check(self) -> None:
         """Refuse what has no seam."""
@@ -118,18 +121,16 @@ class _Unit:
                 module.set_all_reduce_hook(self.reduce_replicas)
             else:
                 module.set_custom_reduce_scatter(self)
+                module.set_force_sum_reduction_for_comms(True)  # no other factor reaches the reduce-scatter as a number
         except ValueError as error:
             raise OptimusError(f"{self.name}: {error}. Shard it without shard_placement_fn's meshes") from error
-        if self._replicas is None:
-            module.set_force_sum_reduction_for_comms(True)  # no other factor reaches the reduce-scatter as a number
-        self._attached = True
         for each in self._modules:
             setattr(each, _MARK, self)
 
     def detach(self) -> None:
-        if not self._attached:
+        module = self._modules[0]
+        if getattr(module, _MARK, None) is not self:
             return
-        self._attached, module = False, self._modules[0]
         if self._replicas is not None:
             module.set_all_reduce_hook(None)
         else:
@@ -187,11 +188,8 @@ class _Torchs:
 
     allocate = _Unit.allocate
 
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
-        async_op: bool = False,
-    ) -> Any:  # fmt: skip
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **how: Any) -> Any:
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, **how)
 
 
 def _groups_of(model: torch.nn.Module) -> Iterator[tuple[str, Sequence[torch.nn.Module]]]:
