@@ -21,7 +21,7 @@ from scripts.bench.cluster import __main__ as cluster
 from scripts.bench.cluster import free_coding, page, saved
 from scripts.bench.cluster.model import PAPER, proportions
 from scripts.bench.cluster.rates import Plan, plans, rate_list
-from scripts.bench.cluster.results import losses_agree, share_recovered, times, traffic
+from scripts.bench.cluster.results import losses_agree, paired, share_recovered, times, traffic
 from scripts.bench.cluster.run import Iteration, Run
 from scripts.experiments.models import MODELS, Layout, Training
 from scripts.experiments.variants import CLUSTER, flags_of
@@ -265,6 +265,26 @@ def test_the_tables_say_what_the_runs_say_and_losses_that_differ_are_noticed() -
     runs = _paired()
     runs[0].iterations[0].loss += 1e-6
     assert not losses_agree(runs), "losses that differ between blocks are noticed"
+
+
+def test_variants_are_compared_block_by_block_and_an_interval_takes_six_blocks() -> None:
+    [row] = paired(_paired()).where(rate="50mbit").records()
+    assert (row["variant"], row["over"], row["blocks"], row["95 % from"], row["95 % to"]) == (
+        "trial", "vanilla", 2, None, None,
+    )  # fmt: skip
+    assert row["ratio"] == pytest.approx((4 / 6 + 3 / 6) / 2)
+    slower = [1.0, 1.3, 0.9, 1.1, 1.02, 0.97, 1.01, 1.05, 1.0]
+    runs = [
+        _run(name, block, {"50mbit": speed * (10 + block)}, 100)
+        for block, each in enumerate(slower)
+        for name, speed in (("balanced", 1.0), ("balanced-sliced", each))
+    ]
+    [row] = paired(runs).records()
+    assert row["blocks"] == 9 and row["ratio"] == pytest.approx(1.01)
+    # The median lies outside of the range of all but the two outer ones of nine values in 3.9 % of cases.
+    assert (row["95 % from"], row["95 % to"]) == pytest.approx((0.97, 1.1))
+    [row] = paired(runs[:12]).records()
+    assert (row["95 % from"], row["95 % to"]) == pytest.approx((0.9, 1.3)) and row["blocks"] == 6
 
 
 def test_what_is_written_is_read_again_but_not_mixed_with_another_model(tmp_path: Path) -> None:

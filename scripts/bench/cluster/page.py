@@ -13,7 +13,7 @@ from optimus_cc_ext.tools.report.document import Box, Picture, Points, ReportDoc
 from optimus_cc_ext.tools.report.pictures import INK, colour, panels, tidy
 from optimus_cc_ext.tools.report.table import Table
 from scripts.bench.cluster.model import PAPER, proportions
-from scripts.bench.cluster.results import ALL, losses_agree, times, traffic
+from scripts.bench.cluster.results import ALL, losses_agree, paired, times, traffic
 from scripts.bench.cluster.run import Iteration, Run
 from scripts.experiments.models import MODELS, ExperimentError, Layout
 from scripts.experiments.variants import VANILLA
@@ -25,7 +25,7 @@ _FORMAT = 5
 
 def write(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run]) -> str:
     """Write JSON, tables and plots of the runs so far; return the tables as Markdown."""
-    here, tables = machine(), {"times": times(runs), "traffic": traffic(runs)}
+    here, tables = machine(), {"times": times(runs), "paired": paired(runs), "traffic": traffic(runs)}
     content = {
         "format": _FORMAT, "machine": here, "models": {run.model: asdict(MODELS[run.model]) for run in runs},
         "arguments": arguments, "runs": [asdict(run) for run in runs],
@@ -34,10 +34,10 @@ def write(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run]) -> st
     where = ", ".join(f"{name} {value}" for name, value in here.items())
     parts = []
     for model, layout in dict.fromkeys((run.model, run.layout) for run in runs):
-        times_here, traffic_here = (table.where(model=model, layout=layout) for table in tables.values())
+        times_here, pairs_here, traffic_here = (table.where(model=model, layout=layout) for table in tables.values())
         sent = proportions(MODELS[model], Layout.parsed(layout))
         parts.append(Box(f"{model}, {layout}", [
-            f"Traffic of a rank: {sent}.\nThe paper's 8.3B: {PAPER}.", times_here, traffic_here,
+            f"Traffic of a rank: {sent}.\nThe paper's 8.3B: {PAPER}.", times_here, pairs_here, traffic_here,
             Points.of(_remarks([run for run in runs if (run.model, run.layout) == (model, layout)])),
             Picture(f"time_{model}_{layout}", _draw_times(times_here.where(block=ALL))),
             Picture(f"recovered_{model}_{layout}", _draw_shares(times_here)),

@@ -1,5 +1,6 @@
 """Tables of the runs' records, as pure functions."""
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ _TIMES = (
     "model", "layout", "rate", "variant", "block", "seconds", "lower quartile", "upper quartile", "measured", "exposed",
     "over vanilla", "recovered", "bound", "recovered of bound", "loss",
 )  # fmt: skip
+_PAIRED = ("model", "layout", "rate", "variant", "over", "blocks", "ratio", "95 % from", "95 % to")
 _TRAFFIC = (
     "model", "layout", "variant", *(f"{each.tag}, MB" for each in CLASSES), "metrics, MB", "uncompressed, MB",
     "kernel, MB", "kernel over metrics", "segments sent again",
@@ -80,6 +82,41 @@ def _times(runs: Sequence[Run], block: Cell) -> Iterator[tuple[Cell, ...]]:
             unshaped and ours - unshaped, vanilla and ours / vanilla, recovered, bound,
             recovered / bound if recovered is not None and bound else None, mine[0].iterations[common - 1].loss,
         )  # fmt: skip
+
+
+def paired(runs: Sequence[Run]) -> Table:
+    """Return each variant's seconds over those of the first variant in the same block: the median over the blocks, and
+    the interval of order statistics that holds it in at least 95 % of cases; no interval of fewer than 6 blocks.
+    """
+    rows: list[tuple[Cell, ...]] = []
+    for of_model in _grouped(runs):
+        seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+        for run in of_model:
+            for each in run.iterations:
+                if each.measured and not run.variant.startswith(BOUND):
+                    seconds[run.variant, each.rate, run.block].append(each.seconds)
+        medians, first = {key: statistics.median(values) for key, values in seconds.items()}, of_model[0].variant
+        for variant, rate in dict.fromkeys(key[:2] for key in medians if key[0] != first):
+            blocks = [block for name, at, block in medians if (name, at) == (variant, rate)]
+            ratios = sorted(
+                medians[variant, rate, block] / medians[first, rate, block]
+                for block in blocks if (first, rate, block) in medians
+            )  # fmt: skip
+            if ratios:
+                cut = _outside(len(ratios))
+                both = (None, None) if cut is None else (ratios[cut], ratios[-1 - cut])
+                one = of_model[0].model, of_model[0].layout
+                rows.append((*one, rate, variant, first, len(ratios), statistics.median(ratios), *both))
+    note = "Ratios of medians, block by block: their median, and the interval that holds it in at least 95 % of cases."
+    return Table(_PAIRED, rows, note=note)
+
+
+def _outside(count: int) -> int | None:
+    """Return how many of `count` sorted values may be left out at each end of an interval that holds the median in at
+    least 95 % of cases; None if even the whole range does not.
+    """
+    below = [sum(math.comb(count, k) for k in range(cut + 1)) / 2**count for cut in range(count // 2)]
+    return sum(each <= 0.025 for each in below) - 1 if below and below[0] <= 0.025 else None
 
 
 def payload(counted: Sequence[Iteration]) -> float:
