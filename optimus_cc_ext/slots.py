@@ -1,17 +1,34 @@
 """Sizes of the ring of message buffers (collectives/ring.py): one rule for the runtime, doctor and the planner."""
 
 from collections.abc import Callable, Iterable, Sequence
+from math import ceil
 from typing import NamedTuple
+
+from optimus_cc_ext.errors import FlagError
 
 SLOTS = 4
 """Number of slots. With three, reductions are ended so early that on a GPU with one queue of work they hold up the
 backward pass (tests/megatron/test_streams.py).
 """
 
+GRAIN = 64
+"""Blocks between two places at which most ranges of values can be cut into slices."""
 
-def slot_bytes(megabytes: float) -> int:
+
+def slot_bytes(megabytes: float, slots: int = SLOTS) -> int:
     """Return the most bytes of a slot if all slots together have `megabytes`: larger exchanges are cut into slices."""
-    return int(megabytes * 1e6) // SLOTS
+    return int(megabytes * 1e6) // slots
+
+
+def check_slot(least: int, limit: int, what: str) -> None:
+    """Check that the `least` bytes of a slot, those of `what`, fit into a slot of `limit` bytes.
+
+    Raises:
+        FlagError: they do not; the message names the smallest bound that works.
+    """
+    if least > limit:
+        needed = SLOTS * least / 1e6
+        raise FlagError("--message-memory", f"messages of {what} need {needed:.2f} MB", f"Give at least {ceil(needed)}")
 
 
 def slices(slot: Callable[[int, int], int], blocks: int, values: int, limit: int, unit: int) -> tuple[int, int]:

@@ -74,46 +74,29 @@ def start_reduce_scatters(
     return PendingCollective(start, group, purpose)
 
 
-class _SumsInFp32:
-    """Sums over a group of this rank's parts of several tensors; `wait` adds up in fp32 and rounds once.
-
-    Args:
-        parts: pairs of a part and its tensor, which has one part for each rank of the group.
-        received: a tensor for the parts that the ranks send, as long as all tensors together.
-        total: fp32 memory for one part.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        received: torch.Tensor,
-        total: torch.Tensor,
-        group: dist.ProcessGroup,
-        purpose: str,
-    ) -> None:
-        self._total, views = total, received.split([tensor.numel() for _, tensor in parts])
-        self._sums = [
-            (out, view.view(group.size(), -1), start_all_to_all(view, tensor, group, purpose))
-            for (out, tensor), view in zip(parts, views, strict=True)
-        ]
-
-    def wait(self) -> None:
-        for out, received, pending in self._sums:
-            pending.wait()
-            out.copy_(torch.sum(received, dim=0, dtype=torch.float32, out=self._total[: out.numel()]))
-
-
-def start_reduce_scatters_in_fp32(
+@torch.no_grad()
+def reduce_scatters_in_fp32(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
     received: torch.Tensor,
     total: torch.Tensor,
     group: dist.ProcessGroup,
     purpose: str,
-) -> _SumsInFp32:
-    """Sum like `start_reduce_scatters`, in fp32 whatever the dtype of the tensors: by an all-to-all, as Megatron's
-    `--ddp-reduce-scatter-with-fp32-accumulation` does. `received` and `total` are memory for that.
+) -> None:
+    """Sum like `start_reduce_scatters`, in fp32 whatever the dtype of the tensors, and round once: by all-to-alls, as
+    Megatron's `--ddp-reduce-scatter-with-fp32-accumulation` does.
+
+    Args:
+        total: fp32 memory for the sum of so many values of a part at once.
+        received: memory for as many values from each rank.
     """
-    return _SumsInFp32(parts, received, total, group, purpose)
+    ranks, room = group.size(), total.numel()
+    for out, tensor in parts:
+        portions = zip(*(sent.split(room) for sent in tensor.view(ranks, -1)), strict=True)
+        for portion, sent in zip(out.split(room), portions, strict=True):
+            into = received[: ranks * portion.numel()].view(ranks, -1)
+            start = partial(dist.all_to_all, list(into), list(sent), group=group, async_op=True)
+            PendingCollective(start, group, purpose).wait()
+            portion.copy_(torch.sum(into, dim=0, dtype=torch.float32, out=total[: portion.numel()]))
 
 
 def start_all_to_all(

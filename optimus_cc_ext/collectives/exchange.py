@@ -38,224 +38,46 @@ names of formats, so that doctor can use it before there is a tensor:
     plan.bind(Groups(group), Tools(device=flat.device, codecs=codecs)).reduce(flat)
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from optimus_cc_ext.collectives.calls import (
     PendingCollective,
+    reduce_scatters_in_fp32,
     start_all_gather,
     start_all_to_all,
     start_reduce_scatters,
-    start_reduce_scatters_in_fp32,
     start_sum,
 )
+from optimus_cc_ext.collectives.division import Division
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Leg, Span, all_reduce, exchange, gather, reduce_scatter
-from optimus_cc_ext.collectives.messages import AllGather, Formats, Tools, message_bytes
-from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
-from optimus_cc_ext.collectives.ranges import Range, cut, dealt, portions, views, within
+from optimus_cc_ext.collectives.messages import AllGather, Tools, message_bytes
+from optimus_cc_ext.collectives.ranges import views
 from optimus_cc_ext.collectives.reducers import Reducer
 from optimus_cc_ext.collectives.ring import Slice
-from optimus_cc_ext.compressors.blocks import AT_ONCE, BlockLayout, joined
-from optimus_cc_ext.compressors.formats import BLOCK, format_named, section_bytes
-from optimus_cc_ext.errors import FlagError
-from optimus_cc_ext.slots import SLOTS, slices
+from optimus_cc_ext.compressors.blocks import BlockLayout
 
 _INSIDE = "gradient reduction inside a node"
 
-_GRAIN = 64
-"""Blocks between two places at which a range can be cut, if its last blocks allow that."""
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ExchangePlan:
-    """Plan of an exchange: which rank adds up which part of a flat tensor, and how many bytes that moves.
+class ExchangePlan(Division):
+    """Plan of an exchange: which rank adds up which part of a flat tensor, and how many bytes that moves."""
 
-    With the distributed optimizer a rank adds up the shard that its optimizer reads. Otherwise blocks, and dense
-    values, are dealt out evenly. No block crosses the end of a parameter: parameters that tensor-parallel ranks
-    replicate lie between others that they do not replicate, and a block of both would have another scale on each rank.
-
-    Args:
-        numel: elements of the flat tensor.
-        coded, dense: the ranges that are encoded, and those that are sent uncompressed, in any order.
-        dtype: dtype of the flat tensor.
-        ranks: number of ranks among which the tensor is summed.
-        sharded: True if a rank needs only its own part of the sum.
-        levels: the levels of the sum.
-        place: the place of this rank in its node.
-        in_fp32: True if the ranks of a node add up in fp32, and round their sum once.
-        slot_bytes: the most bytes of messages under way at once, in both directions; None: no limit.
-        like: a plan whose layouts, with the tables of the kernels, this plan shares if they are the same.
-    """
-
-    numel: int
-    coded: Sequence[Range]
-    dense: Sequence[Range] = ()
-    dtype: torch.dtype
-    ranks: int
-    sharded: bool
-    formats: Formats
-    levels: Levels = ONE_LEVEL
-    place: int = 0
     in_fp32: bool = False
-    slot_bytes: int | None = None
-    like: "ExchangePlan | None" = None
+    """True if the ranks of a node add up in fp32, and round their sum once."""
 
     def bind(self, groups: Groups, tools: Tools) -> "Exchange":
         """Make the reducer that follows this plan."""
         return Exchange(self, groups, tools)
 
-    @property
-    def members(self) -> int:
-        """L: the ranks of each node, which add up dense; 1 in one level."""
-        return self.levels.members if self.levels.two else 1
-
-    @property
-    def senders(self) -> int:
-        """N: the ranks that exchange messages."""
-        return self.ranks // self.members
-
-    @property
-    def scatters(self) -> bool:
-        """True if every part of the sum is needed by the rank alone that adds it up."""
-        return self.sharded and not self.levels.instances
-
     def gathers(self, whole: bool) -> bool:
         """Return whether sums are sent back in blocks; `whole` is the argument of `Reducer.start`."""
         return not self.scatters or (whole and self.members == 1)
-
-    # -- ranges ---------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def slabs(self) -> list[Range]:
-        """Ranges that the ranks of a node add up; each range is cut evenly among the ranks."""
-        members, nodes = self.members, self.senders
-        if members == 1:
-            return []
-        if self.levels.instances:
-            return [(0, self.numel)]
-        if self.sharded:
-            return [(node * self.numel // nodes, self.numel // nodes) for node in range(nodes)]
-        sizes = ((start, length // (members * BLOCK) * BLOCK) for start, length in self._runs)
-        return [(start, members * size) for start, size in sizes if size]
-
-    @cached_property
-    def remainders(self) -> list[Range]:
-        """Ranges of values that are left over when a run is cut into blocks; all ranks sum them dense, in one level."""
-        if self.sharded or self.members == 1:
-            return []
-        unit = self.members * BLOCK
-        return [(start + length - length % unit, length % unit) for start, length in self._runs if length % unit]
-
-    @property
-    def _runs(self) -> list[Range]:
-        return joined([*self.coded, *self.dense])
-
-    @cached_property
-    def parts(self) -> list[Range]:
-        """Part of each slab whose sum over the node this rank holds."""
-        lengths = ((start, length // self.members) for start, length in self.slabs)
-        return [(start + self.place * length, length) for start, length in lengths]
-
-    @cached_property
-    def shards(self) -> tuple[list[list[Range]], list[list[Range]]]:
-        """Encoded ranges that each rank of the rail adds up, and its dense ranges, by rank."""
-        if self.scatters:
-            size, own = self.numel // self.ranks, slice(self.place % self.members, None, self.members)
-            return cut(self.coded, self.ranks, size)[own], cut(self.dense, self.ranks, size)[own]
-        coded, dense = self.coded, self.dense
-        if self.members > 1:
-            coded, dense = within(coded, self.parts), within(dense, self.parts)
-        return dealt(coded, self.senders, BLOCK), dealt(dense, self.senders, 1)
-
-    @cached_property
-    def layouts(self) -> tuple[BlockLayout, ...]:
-        """Layouts of one message per rank, for each slice. They take O(D + P) steps to make, for D ranks and P
-        parameters.
-
-        A slice has a portion of every shard. Shards are dealt before they are cut, and cut where the encoder computes
-        the same bits as for one message (`_unit`).
-        """
-        if self.like is not None and self.like.shards == self.shards and self.like._cut == self._cut:
-            return self.like.layouts
-        count, unit = self._cut
-        if count == 1:
-            return (BlockLayout(*self.shards),)
-        coded = [portions(joined(shard, BLOCK), count, BLOCK, partial(_unit, unit)) for shard in self.shards[0]]
-        dense = [portions(joined(shard), count) for shard in self.shards[1]]
-        return tuple(map(BlockLayout, zip(*coded, strict=True), zip(*dense, strict=True)))
-
-    @cached_property
-    def _cut(self) -> tuple[int, int]:
-        """Number of slices, and the largest distance between two possible cuts of a shard, in blocks.
-
-        Raises:
-            FlagError: not even one block of each rank fits into a slot.
-        """
-        blocks, values = (
-            max((sum(-(-length // size) for _, length in shard) for shard in shards), default=0)
-            for shards, size in zip(self.shards, (BLOCK, 1), strict=True)
-        )
-        if self.slot_bytes is None or self._slot(blocks, values) <= self.slot_bytes:
-            return 1, 1
-        if (least := self._slot(1, 1)) > self.slot_bytes:
-            needed = SLOTS * least / 1e6
-            reason = f"messages of one block to each of {self.senders} ranks need {needed:.2f} MB"
-            raise FlagError("--message-memory", reason, f"Give at least {math.ceil(needed)}")
-        return slices(self._slot, blocks, values, self.slot_bytes, AT_ONCE)
-
-    def _slot(self, blocks: int, values: int) -> int:
-        """Return the bytes of messages of so many blocks and dense values: of gradients in both directions, and later
-        of sums.
-        """
-        gradients, sums = (
-            section_bytes(blocks, values, format_named(format).code_bytes, self.dtype.itemsize)[2]
-            for format in self.formats
-        )
-        return self.senders * max(2 * gradients, sums)
-
-    @property
-    def slice_bytes(self) -> list[int]:
-        """Bytes of memory for the messages of each slice, between this rank and all others."""
-        return [self._slot(layout.blocks, layout.dense_numel) for layout in self.layouts]
-
-    @property
-    def gather_bytes(self) -> list[int]:
-        """Bytes of memory for the messages of all ranks, of each slice, if messages in the format of gradients are
-        gathered.
-        """
-        format = self.formats.gradients
-        return [self.senders * message_bytes(layout, format, self.dtype) for layout in self.layouts]
-
-    def own_layouts(self, rank: int, starts: tuple[int, ...] | None = None) -> list[BlockLayout]:
-        """Return the layouts of one rank's messages, by slice, padded to the common message lengths. They are made
-        once, and with them the tables of the kernels, for which the host waits.
-
-        Args:
-            starts: for each slice, the place in the flat tensor to which offsets are relative; None: its start.
-        """
-        key = rank, starts or (0,) * len(self.layouts)
-        if key not in self._own_layouts:
-            self._own_layouts[key] = [
-                layout.of_message(rank, start) for layout, start in zip(self.layouts, key[1], strict=True)
-            ]
-        return self._own_layouts[key]
-
-    @cached_property
-    def _own_layouts(self) -> dict[tuple[int, tuple[int, ...]], list[BlockLayout]]:
-        return {}
-
-    @property
-    def matrices(self) -> int:
-        """Number of encoded ranges; if ranges are whole parameters, the number of encoded parameters."""
-        return len(self.coded)
-
-    # -- bytes ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def message_bytes(self) -> tuple[int, int]:
@@ -265,14 +87,23 @@ class ExchangePlan:
         )
         return gradients, sums
 
-    @property
-    def summed_in_fp32(self) -> tuple[int, int]:
-        """Number of values that a rank receives inside its node if it adds them up itself, in fp32, and number of
-        values of its largest sum; zeros if the collective adds up.
-        """
+    @cached_property
+    def summed_in_fp32(self) -> int:
+        """Number of values that a rank sums over its node at once, in fp32; 0 if the collective adds up."""
         if not self.in_fp32 or self.dtype == torch.float32 or not self.slabs:
-            return 0, 0
-        return sum(length for _, length in self.slabs), max(length for _, length in self.parts)
+            return 0
+        longest = max(length for _, length in self.parts)
+        return longest if self.slot_bytes is None else max(1, min(longest, self.slot_bytes // self._bytes_in_fp32))
+
+    @property
+    def inside_bytes(self) -> int:
+        """Bytes of memory for these sums."""
+        return self.summed_in_fp32 * self._bytes_in_fp32
+
+    @property
+    def _bytes_in_fp32(self) -> int:
+        """Bytes in which a rank adds up one value in fp32: those that it receives, and their sum."""
+        return self.members * self.dtype.itemsize + 4
 
     def legs(self, beside: int = 1, whole: bool = False) -> list[Leg]:
         """Return the collectives of one rank, whose node holds `beside` ranks; `Reducer.start` explains `whole`."""
@@ -293,15 +124,6 @@ class ExchangePlan:
         return gather(self.message_bytes[0] if nbytes is None else nbytes, Span(self.ranks, beside))
 
 
-def _unit(most: int, blocks: int) -> int:
-    """Return the number of blocks at whose multiples a range of `blocks` is cut, at most `most`.
-
-    The encoder takes up to `AT_ONCE` blocks at once. torch's matrix product rounds fewer than 4 rows in another way, so
-    no cut may leave the last 1 to 3 blocks of a range alone, or join them to others.
-    """
-    return most if 0 < blocks % _GRAIN < 4 else min(most, _GRAIN)
-
-
 class Exchange(Reducer):
     """Reducer that sums matrices in blocks of few bits, and vectors dense, in fp32, in the levels of its plan.
 
@@ -320,17 +142,15 @@ class Exchange(Reducer):
             for each in zip(plan.layouts, plan.own_layouts(self.rank), plan.slice_bytes, strict=True)
         ]
         self._lane.reserve(self.slices, together=tools.together)
-        received, total = plan.summed_in_fp32
-        self._received = torch.empty(received, dtype=plan.dtype, device=tools.device)
-        self._total = torch.empty(total, dtype=torch.float32, device=tools.device)
+        self._scratch = tools.scratch
         self.flat: Any = None  # the bucket, from `start` to `finish`
         self._whole = False
         self._sums: list[PendingCollective] = []
 
     @property
-    def nbytes(self) -> int:
+    def shared_bytes(self) -> int:
         """Bytes of memory for sums inside the node; messages between nodes use the ring."""
-        return self._received.nbytes + self._total.nbytes
+        return self.plan.inside_bytes
 
     @torch.no_grad()
     def start(self, flat: torch.Tensor, whole: bool = False) -> None:
@@ -342,8 +162,10 @@ class Exchange(Reducer):
         self._sums = [start_sum(rest, self.groups.whole, "dense gradient reduction") for rest in remainders]
         if inside := self._inside(flat):
             assert self.groups.node is not None, "these groups have one level"
-            if self._received.numel():
-                start_reduce_scatters_in_fp32(inside, self._received, self._total, self.groups.node, _INSIDE).wait()
+            if values := plan.summed_in_fp32:
+                received = self._scratch.take("received", (plan.members * values,), flat.dtype, flat.device)
+                total = self._scratch.take("summed in fp32", (values,), torch.float32, flat.device)
+                reduce_scatters_in_fp32(inside, received, total, self.groups.node, _INSIDE)
             else:
                 start_reduce_scatters(inside, self.groups.node, _INSIDE).wait()
         self._lane.submit(self.slices)

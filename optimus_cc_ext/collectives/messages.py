@@ -12,6 +12,7 @@ from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.ring import Lane, Ring
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format, format_named
+from optimus_cc_ext.compressors.scratch import Scratch
 from optimus_cc_ext.metrics.gauge import Gauge
 
 
@@ -62,6 +63,9 @@ class Tools:
 
     lane: Lane = field(default_factory=lambda: Ring().lane())
     """Way to the memory for messages."""
+
+    scratch: Scratch = field(default_factory=Scratch)
+    """Memory for intermediate results, which several reducers on one stream can share."""
 
     together: bool = False
     """True if several exchanges of the lane are under way at the same time."""

@@ -47,6 +47,11 @@ class Reducer(ABC):
         """Bytes of memory of its own for messages."""
         return 0
 
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of memory for messages that it shares with the other reducers of its technique."""
+        return 0
+
     def reduce(self, flat: torch.Tensor, whole: bool = False) -> None:
         """Replace the gradients by their sums, with all three phases at once."""
         self.start(flat, whole)

@@ -83,8 +83,9 @@ def attach(
     line = gradients.note_single_rank(plan.kept_dense)
     if line is not None and dist.get_rank() == 0:
         say(f"optimus-cc: {line}")
+    together = config.overlap_param_gather or len(found) > 1
     shards = [
-        session.parameters.add_bucket(bucket, bucket_plan.gather, Groups(owners), together=config.overlap_param_gather)
+        session.parameters.add_bucket(bucket, bucket_plan.gather, Groups(owners), together=together)
         for bucket, bucket_plan in zip(found, plan.buckets, strict=True)
         if bucket_plan.gather is not None
     ]

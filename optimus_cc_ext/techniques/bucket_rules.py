@@ -12,7 +12,7 @@ from optimus_cc_ext.compressors.formats import EXACT, SUM_FORMAT, block_format
 from optimus_cc_ext.compressors.low_rank import pays
 from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.classes import TrafficClass
-from optimus_cc_ext.slots import slot_bytes
+from optimus_cc_ext.slots import SLOTS, slot_bytes
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP
 
 
@@ -174,7 +174,8 @@ class BucketRules:
         gradients = format_of(classes.DP_GRADIENTS)
         return cls(
             ranks=ranks, sharded=sharded, levels=levels, place=place, beside=beside, in_fp32=in_fp32 and sharded,
-            slot_bytes=slot_bytes(config.message_memory),
+            # Sums in fp32 inside a node take the memory of one more slot.
+            slot_bytes=slot_bytes(config.message_memory, SLOTS + (in_fp32 and sharded)),
             rank=config.dp_compression_rank, force=config._force_compression,
             format=blocks(gradients) or gradients,
             sums=blocks(SUM_FORMAT) or SUM_FORMAT,

@@ -24,7 +24,7 @@ shard. In a bf16 bucket P and Q are sent in bf16, and the rounding error goes in
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -93,9 +93,6 @@ class LowRankTools(Tools):
 
     state_dtype: torch.dtype = torch.float32
     """Dtype of residuals and warm starts, fp32 or bf16."""
-
-    scratch: Scratch = field(default_factory=Scratch)
-    """Memory for intermediate results, which several reducers on one stream can share."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

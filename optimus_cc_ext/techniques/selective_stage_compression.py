@@ -206,7 +206,8 @@ class SelectiveStageCompression(Technique):
 
     @property
     def message_bytes(self) -> int:
-        return sum(reducer.nbytes for reducer in self.reducers)
+        shared = max((reducer.shared_bytes for reducer in self.reducers), default=0)
+        return shared + sum(reducer.nbytes for reducer in self.reducers)
 
     def release(self) -> None:
         """Drop the reducers and their intermediate results; those of a tied embedding only if that stays dense."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus_cc_ext.collectives import exchange
+from optimus_cc_ext.collectives import division
 from optimus_cc_ext.collectives.exchange import Exchange, ExchangePlan
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.messages import BlockCodecs, Tools
@@ -59,7 +59,7 @@ def bucket_of(index: int, dtype: torch.dtype) -> Bucket:
 
 
 def _slot(limit: float | None, slots: int) -> int | None:
-    blocks.AT_ONCE = exchange.AT_ONCE = exchange._GRAIN = PART
+    blocks.AT_ONCE = division.AT_ONCE = division.GRAIN = PART
     return None if limit is None else int(limit) // slots
 
 
@@ -188,7 +188,7 @@ def test_ranges_are_cut_where_the_encoder_and_the_sum_of_messages_compute_the_sa
         return out
 
     for count in (2, 3, 7):
-        cut = portions([(0, numel)], count, blocks.BLOCK, partial(exchange._unit, blocks.AT_ONCE))
+        cut = portions([(0, numel)], count, blocks.BLOCK, partial(division._unit, blocks.AT_ONCE))
         assert torch.equal(sum(map(summed, filter(None, cut)), start=torch.zeros(numel)), summed([(0, numel)]))
 
 
@@ -197,7 +197,7 @@ def test_no_cut_leaves_one_to_three_blocks_alone_that_one_message_encodes_with_o
     at_once = blocks.AT_ONCE
     for coded in [*range(1, 200), *range(at_once - 5, at_once + 200), *range(2 * at_once - 5, 2 * at_once + 70)]:
         for count in (2, 3, 7):
-            for part in portions([(0, coded)], count, 1, partial(exchange._unit, at_once)):
+            for part in portions([(0, coded)], count, 1, partial(division._unit, at_once)):
                 for start, length in part:
                     rest, last = length % at_once, start + length == coded
                     assert rest not in (1, 2, 3) or (last and start % at_once == 0)

@@ -207,25 +207,33 @@ def test_bytes_are_as_counted_and_memory_is_made_once(nodes, members, sharded, w
         assert asked == []
 
 
-def _in_fp32() -> float:
+def _in_fp32(at_once: int) -> tuple[float, int, torch.Tensor]:
+    """Sum in fp32 inside nodes of three, `at_once` values of a part at once."""
     groups = two_levels(3)
     value = 256.0 if dist.get_rank() % 3 == 0 else 1.0
     bucket, used = Bucket([(96, 32)], parts=dist.get_world_size(), dtype=torch.bfloat16), codecs("fp32")
-    plan = replace(plan_of(bucket, used, groups.levels, groups.place, True), in_fp32=True)
-    reducer = plan.bind(groups, Tools(device=bucket.flat.device, codecs=used))
-    received, total = reducer._received, reducer._total
-    assert received.nbytes == 2 * bucket.flat.numel() and 0 < total.nbytes <= 2 * bucket.flat.numel()
-    assert received.untyped_storage().data_ptr() != total.untyped_storage().data_ptr(), "a GPU would write over sums"
+    plan = replace(
+        plan_of(bucket, used, groups.levels, groups.place, True), in_fp32=True, slot_bytes=at_once * (3 * 2 + 4)
+    )
+    reducer = plan.bind(groups, tools := Tools(device=bucket.flat.device, codecs=used))
     for _ in range(2):
         bucket.flat.fill_(value)
         reducer.reduce(bucket.flat)
-    (found,) = bucket.flat.view(dist.get_world_size(), -1)[dist.get_rank()].unique().tolist()
-    return found
+    own = bucket.flat.view(dist.get_world_size(), -1)[dist.get_rank()]
+    (found,) = own.unique().tolist()
+    bucket.flat.normal_(generator=torch.Generator().manual_seed(dist.get_rank()))
+    reducer.reduce(bucket.flat)
+    assert tools.scratch.nbytes == reducer.shared_bytes == plan.inside_bytes
+    return found, plan.inside_bytes, own.clone()
 
 
-def test_a_node_can_add_up_bf16_in_fp32():
-    # In bf16 256 + 1 is 256, so a sum in bf16 would lose both ones of each of the two nodes.
-    assert run_ranks(6, _in_fp32) == [2 * (256.0 + 1 + 1)] * 6
+def test_a_node_can_add_up_bf16_in_fp32_some_values_at_once():
+    wholes = run_ranks(6, _in_fp32, 10**6)
+    for at_once in (250, 256, 511):  # a part has 512 values
+        for (sums, nbytes, own), (_, most, expected) in zip(run_ranks(6, _in_fp32, at_once), wholes, strict=True):
+            # In bf16 256 + 1 is 256, so a sum in bf16 would lose both ones of each of the two nodes.
+            assert sums == 2 * (256.0 + 1 + 1) and torch.equal(own, expected)
+            assert nbytes == at_once * (3 * 2 + 4) < most == 512 * (3 * 2 + 4)
 
 
 def _between_instances(members: int, format: str | None) -> torch.Tensor:

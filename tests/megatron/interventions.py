@@ -44,7 +44,7 @@ def small_ring(kilobytes: float, slots: int) -> None:
     from optimus_cc_ext.techniques import bucket_rules, session
 
     session.Ring = functools.partial(session.Ring, slots)  # type: ignore[misc, assignment]
-    bucket_rules.slot_bytes = session.slot_bytes = lambda megabytes: int(kilobytes * 1000) // slots
+    bucket_rules.slot_bytes = session.slot_bytes = lambda megabytes, several=0: int(kilobytes * 1000) // slots
 
 
 def compress_by_config() -> None:

@@ -53,7 +53,7 @@ def test_a_resumed_run_is_the_rest_of_the_run_that_never_stopped_and_copies_stay
     assert_tied(whole)
     for rank in whole.ranks:
         assert not rank.ours.remembered.keys() - {"iteration", "usual_clipping", "loss_scale"}, "nothing to keep"
-        assert {f"Shards.{name}" for name in ("keep", "encode", "start", "finish")} <= rank.asked.keys()
+        assert {f"Shards.{name}" for name in ("encode", "start", "finish")} <= rank.asked.keys()
         assert not [what for calls in rank.asked.values() for what in calls], "allocated or asked of the host"
     for first, second in (whole.ranks[:2], whole.ranks[2:]):
         assert first.weights == second.weights

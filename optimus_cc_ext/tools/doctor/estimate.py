@@ -282,12 +282,13 @@ def _compressed_stage(config: OptimusConfig, stage: int) -> bool:
 
 
 def _plans(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes) -> list[GroupPlan]:
-    """Plan a stage as one bucket, with a tied embedding as another, and routed experts that not every replica holds as
-    a third one over their own replicas. Megatron uses more buckets, which changes little.
+    """Plan a stage as one bucket, with the distributed optimizer a tied embedding as another, and routed experts that
+    not every replica holds as a third one over their own replicas. Megatron uses more buckets, which changes little.
     """
     kinds: dict[str, list[ParameterRecord]] = {"rest": [], "tied": [], "apart": []}
     for each in gpt.stages[stage]:
-        kind = "tied" if each.tied else "apart" if each.expert and gpt.expert_replicas else "rest"
+        tied, apart = each.tied and layout.distributed_optimizer, each.expert and gpt.expert_replicas
+        kind = "tied" if tied else "apart" if apart else "rest"
         kinds[kind].append(each)
     found = []
     for names, ranks in ((("rest", "tied"), layout.data_parallel), (("apart",), gpt.expert_replicas)):
@@ -299,7 +300,7 @@ def _plans(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNo
         )  # fmt: skip
         rules = BucketRules.of(
             config, ranks=ranks, sharded=layout.distributed_optimizer, left_dense=on.left_dense,
-            fused=config.is_on(classes.EMBEDDING) and bool(kinds["tied"]) and "tied" in names,
+            fused=config.is_on(classes.EMBEDDING) and "tied" in names and any(p.tied for p in gpt.stages[stage]),
             levels=nodes.levels, beside=nodes.beside, in_fp32=layout.sums_in_fp32,
         )  # fmt: skip
         if not _compressed_stage(config, stage):
@@ -352,7 +353,7 @@ def compression_memory(
 
 def _messages(plans: Sequence[GroupPlan], gpt: Gpt, layout: Layout, config: OptimusConfig, on: OnNodes) -> int:
     """Return a rank's bytes for messages of its gradients and parameters, and for a slice's old values."""
-    found, change, formats, dtype = 0, 0, _formats(config, on), gpt.gradient_dtype
+    found, inside, change, formats, dtype = 0, 0, 0, _formats(config, on), gpt.gradient_dtype
     gradients, parameters, embedding = list[Exchanged](), list[Exchanged](), list[Exchanged]()
     for bucket in (bucket for plan in plans for bucket in plan.buckets):
         reduction, gather = bucket.compressed, bucket.gather
@@ -360,6 +361,7 @@ def _messages(plans: Sequence[GroupPlan], gpt: Gpt, layout: Layout, config: Opti
             found += reduction.wire_bytes
         elif isinstance(reduction, ExchangePlan):
             gradients.append(Exchanged(reduction.slice_bytes, gpt.overlaps_gradients))
+            inside = max(inside, reduction.inside_bytes)
         if gather is not None:
             parameters.append(Exchanged(gather.gather_bytes, gpt.overlaps_parameters))
             width = gpt.parameter_dtype.itemsize
@@ -378,7 +380,7 @@ def _messages(plans: Sequence[GroupPlan], gpt: Gpt, layout: Layout, config: Opti
                     numel, dtype, 2 * layout.data_parallel, formats, on.union, 0, slot_bytes(config.message_memory)
                 )
                 embedding.append(Exchanged(union.slice_bytes, together=False))
-    return found + change + slots_bytes((gradients, parameters, embedding))
+    return found + inside + change + slots_bytes((gradients, parameters, embedding))
 
 
 def without_gain(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> list[str]:
