@@ -14,9 +14,9 @@ from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.flags import job_of
 from optimus_cc_ext.tools.plan.hardware import Cluster, network_of
+from optimus_cc_ext.tools.plan.memory import check_memory
 from optimus_cc_ext.tools.plan.model import layout_of
 from optimus_cc_ext.tools.plan.seconds import Group
-from optimus_cc_ext.tools.plan.traffic import check_memory
 from optimus_cc_ext.tools.plan.variants import VARIANTS, Band, Gain, config_in, fitting
 from optimus_cc_ext.tools.report.table import Table
 

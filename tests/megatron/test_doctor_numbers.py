@@ -10,7 +10,7 @@ import pytest
 from optimus_cc_ext.announce import COMMUNICATORS, COMPRESSION_STATE, MESSAGE_BUFFERS
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.tools.plan.flags import job_of
-from optimus_cc_ext.tools.plan.traffic import memory
+from optimus_cc_ext.tools.plan.memory import memory
 from scripts.compat import cpu_attention
 from tests.megatron import interventions
 from tests.megatron.runs import BLOCKS, MIXTURE, PP2_DP2, SHARDED

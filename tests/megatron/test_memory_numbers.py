@@ -8,7 +8,7 @@ import pytest
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.announce import COMPRESSION_STATE, MESSAGE_BUFFERS
 from optimus_cc_ext.tools.plan.flags import job_of
-from optimus_cc_ext.tools.plan.traffic import memory
+from optimus_cc_ext.tools.plan.memory import memory
 from tests.megatron.test_doctor import ask_doctor
 
 pytestmark = pytest.mark.ci
@@ -61,8 +61,5 @@ def test_planner_and_doctor_say_the_same(model: str, ranks: int, tp: int, pp: in
     config = OptimusConfig(**{name: value for name, value in answer["config"].items() if name in fields})
     planned, doctors = memory(job, config), answer["memory_per_rank"]
     assert doctors[MESSAGE_BUFFERS] > 0
-    # The planner counts values, and cuts equal slices: its slots are up to 2 % off where blocks do not divide.
     for kind in (COMPRESSION_STATE, MESSAGE_BUFFERS):
-        assert planned[kind] == pytest.approx(doctors[kind], rel=0.025), kind
-    ours = sum(planned[kind] for kind in (COMPRESSION_STATE, MESSAGE_BUFFERS))
-    assert ours == pytest.approx(sum(doctors[kind] for kind in (COMPRESSION_STATE, MESSAGE_BUFFERS)), rel=0.025)
+        assert planned[kind] == pytest.approx(doctors[kind], rel=0.01), kind

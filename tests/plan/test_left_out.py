@@ -9,8 +9,8 @@ from optimus_cc_ext.tools.plan.flags import job_of, layout_flags
 from optimus_cc_ext.tools.plan.hardware import CLUSTERS
 from optimus_cc_ext.tools.plan.iteration import iteration
 from optimus_cc_ext.tools.plan.left_out import BOUNDS
+from optimus_cc_ext.tools.plan.memory import activation_bytes
 from optimus_cc_ext.tools.plan.model import Job
-from optimus_cc_ext.tools.plan.traffic import activation_bytes
 
 pytestmark = pytest.mark.ci
 

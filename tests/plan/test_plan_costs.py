@@ -17,17 +17,16 @@ from optimus_cc_ext.tools.plan import PlanError, traffic, variants
 from optimus_cc_ext.tools.plan.hardware import CLUSTERS, GPUS, Constant, cluster_of, network_of
 from optimus_cc_ext.tools.plan.inside import inside
 from optimus_cc_ext.tools.plan.iteration import breakdown, iteration
+from optimus_cc_ext.tools.plan.memory import check_memory, memory
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.seconds import Group, all_reduce, all_to_all, gemm, layer, moved, reduce_scatter, send
 from optimus_cc_ext.tools.plan.shapes import MODELS, Mixture, Model
 from optimus_cc_ext.tools.plan.traffic import (
     DENSE,
     activation_message,
-    check_memory,
     gradient_message,
     gradient_reduction,
     low_rank_values,
-    memory,
     parameter_gather,
 )
 from optimus_cc_ext.tools.plan.variants import Band
@@ -176,7 +175,7 @@ def test_memory_holds_residuals_and_says_by_how_much_it_does_not_fit() -> None:
     parameters = JOB.stage_parameters + JOB.embedding_share
     assert memory(JOB, int8)[MESSAGE_BUFFERS] == pytest.approx(2 * 8.125 / 8 * JOB.stage_parameters, rel=0.01)
     bounded = memory(JOB, replace(int8, message_memory=256))[MESSAGE_BUFFERS]
-    assert 0.9 * 256e6 < bounded <= 256e6
+    assert 0.85 * 256e6 < bounded <= 256e6, "all slices are equal, and one more of them would be too large"
     lep = OptimusConfig(compressed_backprop_format="int4", lazy_error_propagation=True)
     assert memory(JOB, lep)[COMPRESSION_STATE] == 2 * JOB.rows * JOB.model.hidden
     messages = OptimusConfig(compressed_backprop_format="low-rank", lazy_error_propagation=True)

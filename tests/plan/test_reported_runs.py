@@ -11,10 +11,10 @@ from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.flags import job_of
 from optimus_cc_ext.tools.plan.hardware import CLUSTERS, GPUS, Cluster, Constant, cluster_of
 from optimus_cc_ext.tools.plan.iteration import iteration
+from optimus_cc_ext.tools.plan.memory import check_memory
 from optimus_cc_ext.tools.plan.published import LARGE_MIXTURE_BAND, MIXTURE_BAND, band_of
 from optimus_cc_ext.tools.plan.shapes import MODELS
 from optimus_cc_ext.tools.plan.tables import constants
-from optimus_cc_ext.tools.plan.traffic import check_memory
 from scripts.planned.recipes import configurations
 
 pytestmark = pytest.mark.ci

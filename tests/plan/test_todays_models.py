@@ -5,9 +5,9 @@ from statistics import median
 import pytest
 
 from optimus_cc_ext.tools.plan.hardware import GPUS
+from optimus_cc_ext.tools.plan.memory import memory
 from optimus_cc_ext.tools.plan.published import BAND, MIXTURE_BAND
 from optimus_cc_ext.tools.plan.shapes import MODELS
-from optimus_cc_ext.tools.plan.traffic import memory
 from scripts.planned import validate
 from scripts.planned.recipes import Judged, configurations, fitted_efficiency, judged
 

@@ -9,8 +9,8 @@ import pytest
 
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import GPUS
+from optimus_cc_ext.tools.plan.memory import memory
 from optimus_cc_ext.tools.plan.published import BAND, LAUNCHES, SHIPPED, Row, nearest, read_rows, shipped
-from optimus_cc_ext.tools.plan.traffic import memory
 from scripts.planned.validate import Campaign, campaigns, main, regrets
 
 pytestmark = pytest.mark.ci

@@ -21,9 +21,9 @@ from optimus_cc_ext.tools.doctor.command_line import CommandLine
 from optimus_cc_ext.tools.doctor.shapes import fake_world
 from optimus_cc_ext.tools.doctor.target import HERE, KNOWN_VARIABLES, listed, missing
 from optimus_cc_ext.tools.plan import PlanError
+from optimus_cc_ext.tools.plan.memory import activation_bytes
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.shapes import Latent, Mixture, Model
-from optimus_cc_ext.tools.plan.traffic import activation_bytes
 
 _OURS = "optimus-cc: "
 

@@ -10,8 +10,8 @@ from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster
 from optimus_cc_ext.tools.plan.iteration import breakdown, iteration, rank_costs
+from optimus_cc_ext.tools.plan.memory import SLICES_COST, check_memory, enough_memory, slicing
 from optimus_cc_ext.tools.plan.model import Job
-from optimus_cc_ext.tools.plan.traffic import check_memory
 from optimus_cc_ext.tools.plan.variants import SHORT, WORTH, Band, Variant, config_in
 
 ADMITTED = {
@@ -162,6 +162,19 @@ def trials(band: Band, found: Sequence[Variant]) -> list[str]:
         for each in found
         if each.name == "yours" and band.goes_dense(each.config)
     ]
+
+
+def bounds(cluster: Cluster, job: Job, found: Sequence[Variant]) -> list[str]:
+    """Return a line for the user's variant if its bound of the message buffers costs much."""
+    said = []
+    for each in found:
+        if each.name == "yours" and (enough := enough_memory(cluster, job, each.config, each.result.seconds)):
+            cost = 100 * slicing(cluster, job, each.config) / each.result.seconds
+            said.append(
+                f"{each.name}: slices of --message-memory {each.config.message_memory} cost up to {cost:.0f} % of an "
+                f"iteration; {enough} would be enough for {100 * SLICES_COST:g} %"
+            )
+    return said
 
 
 def class_of(name: str) -> TrafficClass:

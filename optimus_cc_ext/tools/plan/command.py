@@ -13,7 +13,7 @@ from optimus_cc_ext.config.flags import add_flags
 from optimus_cc_ext.config.presets import config_of
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.tools.plan import PlanError, tables
-from optimus_cc_ext.tools.plan.answer import answer_lines, answers, class_of, recommended, trials, why
+from optimus_cc_ext.tools.plan.answer import answer_lines, answers, bounds, class_of, recommended, trials, why
 from optimus_cc_ext.tools.plan.flags import job_of, layout_flags
 from optimus_cc_ext.tools.plan.hardware import CLUSTERS, Cluster, cluster_of
 from optimus_cc_ext.tools.plan.left_out import left_out
@@ -166,6 +166,7 @@ def plan_of(asked: Asked) -> WholePlan:
     lines = [
         *answer_lines(cluster, job, said, chosen, found, layout_flags(job)),
         *trials(band, found),
+        *bounds(cluster, job, found),
         *asked.measured,
         *tables.lines(cluster, job, found, chosen),
         *left,

@@ -19,8 +19,8 @@ from optimus_cc_ext.tools.plan.flags import NOT_MODELLED, job_of, parsed_flags
 from optimus_cc_ext.tools.plan.hardware import Cluster
 from optimus_cc_ext.tools.plan.iteration import iteration
 from optimus_cc_ext.tools.plan.left_out import BOUNDS
+from optimus_cc_ext.tools.plan.memory import memory
 from optimus_cc_ext.tools.plan.model import Job
-from optimus_cc_ext.tools.plan.traffic import memory
 from optimus_cc_ext.tools.report.log_lines import log_files, parse_techniques, parse_trial, without_prefix
 
 LEAST_LINES = 4

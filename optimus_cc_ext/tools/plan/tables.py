@@ -7,10 +7,10 @@ from optimus_cc_ext.tools.plan.answer import in_bf16
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant
 from optimus_cc_ext.tools.plan.inside import goes_once
 from optimus_cc_ext.tools.plan.iteration import CLASSES, breakdown, iteration
+from optimus_cc_ext.tools.plan.memory import MEMORY_ERROR, memory
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.published import BAND, band_of, nearest, shipped
 from optimus_cc_ext.tools.plan.seconds import Group
-from optimus_cc_ext.tools.plan.traffic import MEMORY_ERROR, memory
 from optimus_cc_ext.tools.plan.variants import Gain, Point, Variant, with_best_dispatcher
 from optimus_cc_ext.tools.report.table import Cell, Table
 

@@ -1,20 +1,15 @@
-"""Bytes and memory of a plan: messages of each class in each format, the seconds of coding, and the memory of a rank.
+"""Bytes of a plan: messages of each class in each format, and the seconds of coding.
 
 These closed forms count values where the runtime's plans count blocks and vectors one by one; a test compares both. The
 table of formats gives the bits per value of a block format. Coding in blocks costs the memory traffic of a fused
 kernel; on an H200 int8 took 1.1 to 1.3 times as long. Low rank costs what was measured on the H200.
 """
 
-import math
-from collections.abc import Collection
 from functools import lru_cache
 
-from optimus_cc_ext.announce import COMPRESSION_STATE, MESSAGE_BUFFERS
 from optimus_cc_ext.compressors import formats
-from optimus_cc_ext.compressors.formats import block_format, format_named, section_bytes
+from optimus_cc_ext.compressors.formats import block_format
 from optimus_cc_ext.config import OptimusConfig, classes
-from optimus_cc_ext.config.classes import TrafficClass, classes_among
-from optimus_cc_ext.slots import Exchanged, slices, slot_bytes, slots_bytes
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant, Gpu
 from optimus_cc_ext.tools.plan.model import Job
@@ -31,13 +26,8 @@ from optimus_cc_ext.tools.plan.sums import (
 )
 from optimus_cc_ext.tools.plan.timeline import Sent
 
-CONTEXT = Constant(3e9, "assumed", "CUDA's context, NCCL's buffers, fragments")
-
 _EXACT_PASSES = Constant(400.0, "assumed", "some 45 operators of torch, of 8 to 10 bytes a value: no kernel of our own")
 """Bytes that a GPU moves for each value that it encodes into exact messages, or decodes."""
-
-MEMORY_ERROR = Constant(0.1, "assumed", "two layouts of 16 H800s that ran (Pai-Megatron-Patch 643): 4 and 5 % too high")
-"""Relative error of the bytes that a rank is estimated to need."""
 
 FP32_PRODUCTS = Constant(
     26e12, "measured", "H200, 18 layers at rank 128: P Q^T of 255 million values in 2.5 ms (docs/evidence.md)"
@@ -176,7 +166,7 @@ def _reduction(
     )
 
 
-def _matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int, float]]:
+def matrices(job: Job, config: OptimusConfig) -> list[tuple[int, int, int, float]]:
     """Return the matrices of a stage that low rank shrinks, as (rows, columns, compression rank, number) on one
     tensor-parallel rank.
     """
@@ -201,8 +191,8 @@ def _orthogonalized(r: int) -> float:
 
 def low_rank_values(job: Job, config: OptimusConfig) -> tuple[int, int]:
     """Return the number of values of a stage's P and Q, and of the matrices that they approximate, on one rank."""
-    matrices = _matrices(job, config)
-    sent, covered = sum(c * r * (n + m) for n, m, r, c in matrices), sum(c * n * m for n, m, _, c in matrices)
+    found = matrices(job, config)
+    sent, covered = sum(c * r * (n + m) for n, m, r, c in found), sum(c * n * m for n, m, _, c in found)
     return round(sent), round(covered)
 
 
@@ -212,7 +202,7 @@ def _low_rank_seconds(cluster: Cluster, job: Job, config: OptimusConfig) -> floa
     # M = G + E (gradient plus residual) is read and written, then E and G are written from the sum; each is in the
     # buffer's data type or in fp32.
     width = 3 * 4 + 3 * job.gradient_bytes if config.dp_error_feedback else 0
-    for n, m, r, number in _matrices(job, config):
+    for n, m, r, number in matrices(job, config):
         count = max(1, round(number))
         spent += 3 * _product(gpu, n, m, r, count) + kernel(gpu, width * n * m * number) + _orthogonalized(r)
     return spent * cluster.coding_scale
@@ -267,171 +257,3 @@ def _gather(cluster: Cluster, job: Job, config: OptimusConfig, group: Group, par
             coding = moved(gpu, _EXACT_PASSES * (shard + parameters))
     transfer = reduce_scatter(cluster, group, nbytes) + coding * cluster.coding_scale
     return Sent(nbytes=ring_bytes(nbytes, ranks, twice=False), transfer=transfer)
-
-
-def _message_buffers(job: Job, config: OptimusConfig, per_node: int) -> float:
-    """Return the bytes of slots on a rank of the first stage, of its unsent messages, and of a slice's old values."""
-    sharded, embedding, limit = job.distributed_optimizer, job.embeddings_on(0), slot_bytes(config.message_memory)
-    tied = embedding if job.shares_embedding and job.pp > 1 else 0
-    fused, routed = config.is_on(classes.EMBEDDING) and tied > 0, job.routed_on(0)
-    other = job.parameters_on(0) + (0 if job.ep > 1 else routed)
-    routers = round(sum(math.prod(m.on_rank(job.tp)) * m.layers for m in job.model.matrices if m.router) / job.pp)
-    found, beside, before = dict[TrafficClass, list[Exchanged]](), 0.0, 0.0
-    gathered = config.format_of(classes.PARAM_GATHER)
-    replicas = Group.strided(job.replicas, job.replica_stride, per_node)
-    experts = Group.strided(job.expert_replicas, job.expert_stride, per_node)
-
-    def dense(form: str, of: TrafficClass, group: Group) -> bool:
-        inside = config.is_dense_inside(of) and group.nodes == 1
-        return form in ("dense", "low-rank") or group.ranks == 1 or inside
-
-    for values, beside_embedding, group, of in (
-        (other + embedding - tied, other, replicas, classes.DP_GRADIENTS),
-        (tied, 0, replicas, classes.EMBEDDING if fused else classes.DP_GRADIENTS),
-        (routed if job.ep > 1 else 0, 0, experts, classes.DP_GRADIENTS),
-    ):
-        if not values:
-            continue
-        # Messages are padded to the longest one, that of a shard without routers, because routers are sent dense.
-        plain = routers * values / beside_embedding / group.ranks if beside_embedding else 0.0
-        coded = values / group.ranks - (0.0 if (values - beside_embedding) * group.ranks > values else plain)
-        form, shard = config.format_of(of), values * job.instances / group.ranks
-        if not dense(form, of, group):
-            two = config.dp_compression_levels != "one" and group.nodes > 1
-            members = group.ranks // job.instances if job.instances > 1 else group.per_node if two else 1
-            alone = of is classes.EMBEDDING and not sharded
-            nbytes = _sliced(form, coded, plain, job.gradient_bytes, group.ranks // members, limit)
-            found.setdefault(of if alone else classes.DP_GRADIENTS, []).append(
-                Exchanged([2 * each for each in nbytes], job.overlap_grad_reduce and not alone)
-            )
-            beside += 2 * shard * bits_of(form) / 8 if of is classes.EMBEDDING and sharded else 0
-        if sharded and not dense(gathered, classes.PARAM_GATHER, group):
-            owners, width = group.ranks // job.instances, job.value_bytes
-            if gathered == formats.EXACT:
-                nbytes = [min(width * values, limit)] * math.ceil(width * values / limit)
-                beside += formats.EXACT_KEPT_BITS / 8 * shard
-            else:
-                nbytes = _sliced(gathered, job.instances * coded, job.instances * plain, width, owners, limit)
-                beside += sum(nbytes) / owners
-            found.setdefault(classes.PARAM_GATHER, []).append(Exchanged(nbytes, job.overlap_param_gather))
-            before = max(before, width * shard / len(nbytes))
-    if config.format_of(classes.DP_GRADIENTS) == "low-rank":
-        beside += 4 * low_rank_values(job, config)[0]
-    return slots_bytes(found.values()) + beside + before
-
-
-def _sliced(form: str, coded: float, plain: float, width: int, ranks: int, limit: int) -> list[int]:
-    """Return the bytes of the messages of all ranks in one direction, by slice: `coded` values of each message are
-    encoded, and `plain` ones are sent in `width` bytes.
-    """
-
-    def nbytes(blocks: int, values: int) -> int:
-        return ranks * section_bytes(blocks, values, format_named(form).code_bytes, width)[2]
-
-    blocks, values = math.ceil(coded / formats.BLOCK), math.ceil(plain)
-    if 2 * nbytes(blocks, values) <= limit:
-        return [nbytes(blocks, values)]
-    count, unit = slices(lambda *each: 2 * nbytes(*each), blocks, values, limit, formats.AT_ONCE)
-    # Where they can be cut, the longest slice is some half of a unit longer than the others.
-    share = -(-blocks // count), -(-values // count)
-    return [nbytes(share[0] + unit // 2, share[1]), *[nbytes(*share)] * (count - 1)]
-
-
-def memory(job: Job, config: OptimusConfig = DENSE, per_node: int = 8) -> dict[str, float]:
-    """Return the bytes that a rank of the first stage, which needs most, uses for each purpose.
-
-    Args:
-        per_node: GPUs of a node.
-    """
-    own, routed = job.parameters_on(0) + job.embeddings_on(0), job.routed_on(0)
-    parameters, shards = own + routed, job.instances * (own / job.replicas + routed / job.expert_replicas)
-    width, state, tokens = 4 if config.compression_state_dtype == "fp32" else 2, 0.0, 0.0
-    if config.format_of(classes.DP_GRADIENTS) == "low-rank":
-        # Residuals and warm starts are kept twice, so that a step can be repeated.
-        state = sum(
-            count * (2 * width * (n * bool(config.dp_error_feedback) + r) + 4 * r) * m
-            for n, m, r, count in _matrices(job, config)
-        )
-    if config.lazy_error_propagation and config.is_on(classes.PIPELINE_BACKWARD):
-        copies = 2 * width if config.remembers(classes.PIPELINE_BACKWARD) else job.value_bytes
-        state += copies * job.vpp * job.message_rows * job.model.hidden
-    rows = max(map(config.format_of, classes_among("experts")), key=_row_bits)
-    if block_format(rows):
-        # An exchange keeps two messages and the decoded tokens.
-        tokens = job.routed_rows * job.model.hidden * (2 * _row_bits(rows) / 8 + job.value_bytes)
-    return {
-        "weights": 2.0 * parameters,
-        "gradients": float(job.gradient_bytes * parameters),
-        # The optimizer keeps master weights and Adam's two moments in fp32: 12 bytes for each parameter.
-        "optimizer": 12.0 * (shards if job.distributed_optimizer else parameters),
-        "activations": activation_bytes(job),
-        COMPRESSION_STATE: state,
-        MESSAGE_BUFFERS: _message_buffers(job, config, per_node),
-        "experts' tokens": tokens,
-        "context": CONTEXT,
-    }
-
-
-def _row_bits(form: str) -> float:
-    return format_named(form).bits_per_value if block_format(form) else 0.0
-
-
-def activation_bytes(job: Job) -> float:
-    """Return a rank's bytes of activations, after Korthikanti et al. 2022, table 2: s b h (10 + 24 / t + 5 a s / (h t))
-    per layer.
-
-    With sequence parallelism all terms are divided by t; the last term is absent if scores are not kept; of a layer
-    that full recomputation computes once more only the input is kept.
-    """
-    model, t = job.model, job.tp
-    tokens = job.rows * model.hidden
-    scores = 5 * model.heads * model.sequence * job.rows / t
-
-    def layer_without(again: Collection[str]) -> float:
-        """Return the bytes of a layer if the modules in `again` keep nothing that they compute once more."""
-        kept = (each for each in model.attention[:-1] if each.split == "none" or "mla_up_proj" not in again)
-        attention = sum(each.outputs for each in kept) + model.attention[-1].inputs
-        gated = 2 + model.gated
-        # Bytes per token that tensor parallelism splits: Q, K, V and their product, and both sides of the activation
-        # function, in 2 bytes each. A routed expert also keeps the copies of its tokens.
-        dense = 0 if "mlp" in again else gated * model.inner * model.dense_layers / model.layers
-        split = 2 * (attention + dense) * job.rows / t
-        if (mixture := model.mixture) and "moe" not in again:
-            routed = job.routed_rows * (model.hidden * job.etp + (gated - ("moe_act" in again)) * mixture.ffn)
-            shared = 0 if "shared_experts" in again else gated * mixture.shared * job.rows / t
-            split += 2 * (routed + shared) * mixture.layers / model.layers
-        whole = (6 if "layernorm" in again else 10) * tokens / (t if job.sequence_parallel else 1)
-        if job.precision == "fp8":
-            whole -= 7 * tokens / t  # in FP8 four GEMMs keep their inputs, 14 of the 34 bytes, in one byte per value
-        return whole + split + (0 if job.flash or job.recompute == "sel" else scores)
-
-    layer, computed = layer_without(job.recomputed), layer_without(())
-    layers = job.layers_per_stage
-    # 1F1B (one forward, one backward) keeps the activations of `pp` micro-batches; the interleaved schedule keeps 1 +
-    # (pp - 1) / (pp vpp) times as many.
-    kept = min(job.pp * (1 + (job.pp - 1) / (job.pp * job.vpp) if job.vpp > 1 else 1), job.micro_batches)
-    head = 6.0 * job.rows * model.vocabulary / t if job.pp == 1 else 0.0
-    if again := job.share_again:
-        inputs = 2 * tokens / (t if job.sequence_parallel else 1)
-        return kept * layers * (again * inputs + (1 - again) * layer) + layer + head
-    return kept * layers * layer + computed - layer + head
-
-
-def check_memory(
-    cluster: Cluster, job: Job, config: OptimusConfig = DENSE, error: float = MEMORY_ERROR
-) -> float:  # fmt: skip
-    """Return the bytes of GPU memory that a rank of the first stage uses, and check that they may fit.
-
-    Raises:
-        PlanError: the bytes exceed the GPU's memory by more than the relative `error`; the message says by how much.
-    """
-    needs = memory(job, config, cluster.gpus_per_node)
-    used = cluster.memory_scale * sum(needs.values())
-    if used > cluster.gpu.memory * (1 + error):
-        most = max(needs, key=lambda name: needs[name])
-        raise PlanError(
-            f"it does not fit: a rank needs {used / 1e9:.1f} GB, {(used - cluster.gpu.memory) / 1e9:.1f} GB more than "
-            f"the {cluster.gpu.name} has ({needs[most] / 1e9:.1f} GB of it {most}). More tensor or pipeline ranks, a "
-            "smaller micro-batch, --recompute-granularity full or --use-distributed-optimizer need less"
-        )
-    return used

@@ -16,9 +16,10 @@ from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster, network_of
 from optimus_cc_ext.tools.plan.iteration import PlannedIteration, iteration
+from optimus_cc_ext.tools.plan.memory import MEMORY_ERROR, check_memory
 from optimus_cc_ext.tools.plan.model import Job, layout_of
 from optimus_cc_ext.tools.plan.published import band_of
-from optimus_cc_ext.tools.plan.traffic import DENSE, MEMORY_ERROR, check_memory
+from optimus_cc_ext.tools.plan.traffic import DENSE
 
 SHORT = {
     "pipeline_forward": "forward", "compressed_backprop": "CB", "dp_compression": "DP", "fused_embedding_sync": "FE",
