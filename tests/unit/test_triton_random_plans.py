@@ -1,5 +1,6 @@
 """Triton's kernels on random plans, rows and matrices: equal to torch's, and without a report of the sanitizer."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -16,6 +17,7 @@ from optimus_cc_ext.compressors.triton import blocks as block_launches
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
+from optimus_cc_ext.slots import slot_bytes
 from tests.formats import EVERY, SIGNS
 from tests.interpreted import assert_holds_in_tritons_interpreter
 
@@ -128,6 +130,47 @@ class TestRandomPlans:
             torchs.decode_add(torch.stack(senders), layout, index, wanted, onto=onto)
             # The sums of a rotation differ in fp32's last bits, which can change how they round to 16 bits.
             torch.testing.assert_close(decoded, wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-3 if rotated else 1e-5)
+
+    @pytest.mark.parametrize("slots", [1, 2, 3])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_slices_in_slots_that_are_used_again_are_torchs_one_message(self, seed: int, slots: int) -> None:
+        random = Random(100 * slots + seed)
+        one = _plan(random)
+        slot = one.slice_bytes[0] // 3
+        self._assert_sliced(random, one, replace(one, slot_bytes=max(slot, one._slot(1, 1))), slots)
+
+    @pytest.mark.parametrize("slots", [1, 2, 3])
+    def test_slices_of_one_megabyte_of_messages_are_torchs_one_message(self, slots: int) -> None:
+        numel = 2 * 128 * 3000
+        one = ExchangePlan(
+            numel=numel, coded=[(0, numel - 1000)], dense=[(numel - 1000, 1000)], dtype=torch.float32, ranks=2,
+            sharded=True, formats=Formats("int4", "int8"),
+        )  # fmt: skip
+        sliced = replace(one, slot_bytes=slot_bytes(1))
+        assert len(sliced.layouts) > slots
+        self._assert_sliced(Random(slots), one, sliced, slots)
+
+    def _assert_sliced(self, random: Random, one: ExchangePlan, sliced: ExchangePlan, slots: int) -> None:
+        """Encode slice after slice into slots that still hold earlier messages, and decode them onto the tensor."""
+        format, rotated = random.choice(CODED)
+        signs = SIGNS if rotated else None
+        ours, torchs = TritonCodec(format, signs=signs), Codec(format, signs=signs)
+        values = _exact(random, one.numel, dtype=torch.float32)
+        decoded, wanted = values.clone(), values.clone()
+        memory = [torch.full((max(sliced.slice_bytes, default=0),), 0xA5, dtype=torch.uint8) for _ in range(slots)]
+        for number, layout in enumerate(sliced.layouts):
+            each = torchs.message_bytes(layout, values.dtype)
+            messages = memory[number % slots][: layout.messages * each].view(layout.messages, each)
+            expected = torch.zeros_like(messages)
+            ours.encode(values, layout, messages)
+            torchs.encode(values, layout, expected)
+            _assert_messages_equal(ours, messages, expected, layout, values.dtype)
+            ours.decode_onto(expected, layout, decoded)
+        [layout] = one.layouts
+        messages = torch.zeros(layout.messages, torchs.message_bytes(layout, values.dtype), dtype=torch.uint8)
+        torchs.encode(values, layout, messages)
+        torchs.decode_onto(messages, layout, wanted)
+        assert torch.equal(decoded, wanted)
 
     @pytest.mark.parametrize("seed", range(8))
     def test_rows_of_any_number_and_width_are_torchs(self, seed: int) -> None:
