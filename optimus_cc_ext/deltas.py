@@ -10,6 +10,7 @@ between their positions are sent. The caller transports the bytes.
 import struct
 import zlib
 from collections.abc import Buffer, Iterable
+from itertools import accumulate, groupby
 from typing import Any, cast
 
 import numpy as np
@@ -24,13 +25,16 @@ _HEADER = struct.Struct("<8sIII")
 """Signature, number of tensors, and checksums of the old values and of all that follows the header."""
 
 _PART = struct.Struct("<QQQ")
-"""Header of a tensor: the number of its changed values, the bytes of their distances, or 0 if all values follow, and
-the bytes of the values.
+"""Header of a group of tensors: the number of its changed values, the bytes of their distances, or 0 if all values
+follow, and the bytes of the values.
 """
 
 _SIGNATURE = b"OCCdelta"
 _FEW = 1 / 6
 """Share of values below which only those that change are sent."""
+
+_TOGETHER = 1 << 24
+"""Bytes of tensors that are encoded together."""
 
 _FARTHEST = 1 << 16
 """Distance at which a value counts as changed in any case, so that distances have 16 bits."""
@@ -51,7 +55,7 @@ def encode(old: Iterable[Tensor], new: Iterable[Tensor]) -> bytes:
     if shared and all(shared):
         raise OptimusError("deltas.encode: old and new tensors are the same memory. Give clones made before the step")
     checksum, body = 0, bytearray()
-    for patterns, others in zip(map(_patterns, before), map(_patterns, after), strict=True):
+    for patterns, others in zip(map(_patterns, _groups(before)), map(_patterns, _groups(after)), strict=True):
         checksum = zlib.crc32(patterns.numpy(), checksum)
         changed = (patterns != others).numpy()
         changed[_FARTHEST - 1 :: _FARTHEST] = True
@@ -77,7 +81,7 @@ def apply(old: Iterable[Tensor], delta: Buffer) -> list[Tensor]:
     signature, number, checksum, of_body = _HEADER.unpack(delta[: _HEADER.size].ljust(_HEADER.size, b" "))
     if signature != _SIGNATURE or zlib.crc32(body) != of_body:
         raise OptimusError("deltas.apply: the bytes are damaged, or not those of deltas.encode. Send them again")
-    patterns, found = [_patterns(each).clone() for each in before], 0
+    patterns, found = list(map(_patterns, _groups(before))), 0
     for each in patterns:
         found = zlib.crc32(each.numpy(), found)
     if (len(before), found) != (number, checksum):
@@ -97,17 +101,19 @@ def apply(old: Iterable[Tensor], delta: Buffer) -> list[Tensor]:
         each[where] = values
         at = end
     return [
-        each.view(torch.uint8)[: like.nbytes].view(like.dtype).view(like.shape).to(like.device)
-        for each, like in zip(patterns, before, strict=True)
-    ]
+        (part if len(group) == 1 else part.clone()).view(torch.uint8)[: like.nbytes].view(like.dtype).view(like.shape)
+        .to(like.device)
+        for group, each in zip(_groups(before), patterns, strict=True)
+        for like, part in zip(group, each.split([_padded(like.nbytes) // 2 for like in group]), strict=True)
+    ]  # fmt: skip
 
 
 def _dense(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors as a list, after checking that each holds its values as plain memory."""
     found = list(tensors)
     for each in found:
-        plain = isinstance(each, Tensor) and each.layout is torch.strided and not each.is_meta
-        if not plain or is_traceable_wrapper_subclass(each):
+        memory = isinstance(each, Tensor) and each.layout is torch.strided and not each.is_meta
+        if not memory or is_traceable_wrapper_subclass(each):
             raise OptimusError(
                 f"deltas: {type(each).__name__} is no dense tensor. Give lists of dense tensors: of a DTensor its "
                 "to_local(), of a state_dict its values()"
@@ -115,10 +121,24 @@ def _dense(tensors: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def _patterns(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes as flat int16 on the CPU, with a zero behind an odd number of them."""
-    data = tensor.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8)
-    return (torch.cat([data, data.new_zeros(1)]) if len(data) % 2 else data).view(torch.int16)
+def _groups(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Return the groups of successive tensors that are encoded together: small ones cost more in calls than in work."""
+    ends = accumulate(each.nbytes for each in tensors)
+    return [list(group) for _, group in groupby(tensors, lambda _: next(ends) // _TOGETHER)]
+
+
+def _padded(nbytes: int) -> int:
+    """Return the bytes of a tensor in its group, in which any dtype may follow it."""
+    return -(-nbytes // 16) * 16
+
+
+def _patterns(group: list[Tensor]) -> Tensor:
+    """Return a copy of the bytes of a group as flat int16 on the CPU, with zeros behind each tensor."""
+    parts = []
+    for each in group:
+        data = each.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8)
+        parts += [data, data.new_zeros(_padded(len(data)) - len(data))]
+    return torch.cat(parts).view(torch.int16)
 
 
 def _message(old: Tensor, new: Tensor) -> bytes:

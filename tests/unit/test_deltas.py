@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from optimus_cc_ext import deltas
 from optimus_cc_ext.errors import OptimusError
+from tests.allocations import Watch
 from tests.unit.test_exact_codec import SPECIAL, same, trained
 
 
@@ -70,6 +71,17 @@ def test_tensors_that_do_not_change_stay(value: float) -> None:
     delta = deltas.encode(same_ones, [each.clone() for each in same_ones])
     found = deltas.apply(same_ones, delta)
     assert all(map(same, found, same_ones)) and len(delta) < 1200
+
+
+def test_many_small_tensors_cost_few_calls_and_any_dtype_may_follow_another() -> None:
+    old = [torch.full((n % 7,), n, dtype=(torch.uint8, torch.float64, torch.bfloat16)[n % 3]) for n in range(200)]
+    new = [each + 1 for each in old]
+    with Watch() as watch:
+        delta = deltas.encode(old, new)
+    assert watch.calls < 9 * 2 * len(old) + 100, "what is called for each tensor only copies its bytes"
+    found = deltas.apply(old, delta)
+    assert same_bits(found, new) and len(delta) < 20 * len(old)
+    assert all(each.untyped_storage().nbytes() < each.nbytes + 16 for each in found), "each has memory of its own"
 
 
 def test_changes_far_apart_and_at_both_ends_come_through() -> None:
