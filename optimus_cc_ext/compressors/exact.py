@@ -96,14 +96,8 @@ def _checksum(patterns: Tensor) -> int:
     total = 0
     for part in map(patterns.__getitem__, _chunks(patterns)):
         words = torch.cat([part, part.new_zeros(-len(part) % 4)]).view(torch.int64)
-        total = 3 * total + int(words.mul_(_odd(words.device)[: len(words)]).sum())
+        total = 3 * total + int(words.mul_(torch.arange(1, 2 * len(words), 2, device=words.device)).sum())
     return (total + 2**63) % 2**64 - 2**63
-
-
-@cache
-def _odd(device: torch.device) -> Tensor:
-    """Return as many odd numbers as a chunk has words."""
-    return torch.arange(1, _CHUNK_ON_GPU // 2, 2, device=device)
 
 
 def _chunks(values: Tensor) -> Iterator[slice]:

@@ -48,11 +48,8 @@ class ExactShards(Shards):
         self.longest.settle()
         self._raw_steps = self._raw_steps + 1 if all(each.is_raw for each in self.slices) else 0
         if self._raw_steps == _MOST_RAW and self.groups.whole.rank() == 0:
-            say(
-                f"optimus-cc: parameter gather: a bucket of {self.plan.numel} parameters was sent raw in {_MOST_RAW} "
-                "steps in a row, because its changes do not compress. It stays exact; --param-gather-format dense "
-                "takes as many bytes and no work"
-            )
+            line = f"a bucket of {self.plan.numel} parameters was sent raw in {_MOST_RAW} steps in a row"
+            say(f"optimus-cc: parameter gather: {line}, to the bit: it does not compress. dense takes less work")
         super().start()
 
     @property

@@ -115,7 +115,7 @@ class Technique:
         """True while the class is sent as in vanilla Megatron, on all ranks alike (module `trial`)."""
 
         self.on_trial = False
-        """True while a trial compares the class with dense."""
+        """True while a trial compares gathers of parameters with dense ones; False for all other classes."""
 
         self.alone: dist.ProcessGroup | None = None
         """Single-rank process group, which Megatron's collective gets while the technique replaces it."""

@@ -167,13 +167,6 @@ class Trial:
     _counted: list[tuple[str, int]] = field(default_factory=list)
     """Name of each counted step's seconds, and its iteration."""
 
-    def __post_init__(self) -> None:
-        self._note_classes(self.classes)
-
-    def _note_classes(self, classes: Collection[TrafficClass]) -> None:
-        for technique in self.techniques:
-            technique.on_trial = technique.traffic in classes
-
     @property
     def open(self) -> bool:
         return self.compressed is None
@@ -185,8 +178,8 @@ class Trial:
         self._running.close()
         self._step += 1
         send_dense(self.techniques, self.classes if self.ways.dense else ())
-        gathers_dense = self.ways.gathers_dense and PARAM_GATHER in self.classes
-        self._named(PARAM_GATHER).dense = gathers_dense
+        gather, tried = self._named(PARAM_GATHER), PARAM_GATHER in self.classes
+        gather.on_trial, gather.dense = tried, tried and self.ways.gathers_dense
         if self.ways.timing:
             self._running.enter_context(self._stopwatch.timed(str(self._step), self.device))
         return True
@@ -234,7 +227,7 @@ class Trial:
     def _take(self, compressed: bool, line: str) -> None:
         """Take a choice, and say so. What stays dense from now on needs no memory."""
         self.compressed = compressed
-        self._note_classes(())
+        self._named(PARAM_GATHER).on_trial = False
         if self.grid.is_first:
             say(f"optimus-cc: {line}")
         dense = frozenset() if compressed else self.classes

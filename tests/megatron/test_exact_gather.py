@@ -3,20 +3,26 @@ bit, and the host waits for the lengths of messages once a step.
 """
 
 import functools
+import os
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
-from tests.megatron import interventions
+import optimus_cc_ext
+from tests.forked_ranks import run_ranks
+from tests.megatron import interventions, own_loops
 from tests.megatron import runs as table
 from tests.megatron.specs import RunSpec, full, in_ci, uses
+from tests.megatron.test_trial import SHARDED, forced
 from tests.megatron_runs import last_stage_losses
 
 LOADED_AT = 5
 """Iteration, counted from 0, before which the weights are replaced."""
 
 EXACT = "--param-gather-format exact"
+STEPS = 11
 
 
 def load_weights(*, whole: bool = True) -> None:
@@ -107,6 +113,33 @@ def test_steps_evaluations_saves_resumes_and_loaded_weights_keep_every_bit(runs)
         assert any(step.skipped for step in mine.steps) == whole
         raw, sent = mine.ours.traffic["parameter gather"]
         assert 0 < sent < 0.8 * raw, "the first gather and those after a skipped step and a save are Megatron's own"
+
+
+def bytes_by_step() -> list[tuple[bool, int]]:
+    """Return for each step of a trial that chooses exact, and some more, whether it was on trial, and the bytes of its
+    messages.
+    """
+    os.environ["OPTIMUS_CC_NODE"] = "ranks:1"
+    own_loops.start(1)
+    model, found = own_loops.build(1, **SHARDED), []
+    optimizer = own_loops.optimizer_of(model)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-6
+    with forced(dense=False), optimus_cc_ext.compress(model, optimizer, "exact") as handle:
+        for step in range(STEPS):
+            own_loops.pass_of(model, batch=step)
+            tried = handle._session.trial.open
+            optimizer.step()
+            found.append((tried, sum(shards.sent_bytes for shards in handle._session.parameters.buckets)))
+    return found
+
+
+@pytest.mark.ci
+def test_a_trial_compares_messages_that_are_as_long_as_at_the_peak_and_no_later_step_has_them() -> None:
+    first, second = run_ranks(2, bytes_by_step)
+    assert first == second and [tried for tried, _ in first] == [True] * 8 + [False] * (STEPS - 8)
+    on_trial, later = ({nbytes for tried, nbytes in first if tried == way} for way in (True, False))
+    assert max(later) < 0.5 * min(on_trial)
 
 
 @uses(full(LOADED_TOO_EARLY))
