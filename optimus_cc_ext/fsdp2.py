@@ -58,8 +58,6 @@ def compress(
         raise OptimusError(
             f"model: this {type(model).__name__} is not sharded. Call torch.distributed.fsdp.fully_shard on it first"
         )
-    for unit in units:
-        unit.check()
     if replicas is not None:
         _check_replicas(replicas, units)
     compression = ShardedCompression(units)
@@ -92,27 +90,25 @@ class _Unit:
 
     def __init__(self, name: str, modules: Sequence[Any], format: str, replicas: DeviceMesh | None) -> None:
         self.name, self._modules, self._format = name or type(modules[0]).__name__, modules, format
-        self._replicas = None if replicas is None else replicas.get_group()
-        # They are looked up now: between forward and backward, a module can hold gathered parameters.
-        self.parameters = list(dict.fromkeys(
-            parameter
-            for module in _below(modules)
-            for parameter in module.parameters(recurse=False)
-            if isinstance(parameter, DTensor)
-        ))  # fmt: skip
-        self._said = False
-
-    def check(self) -> None:
-        """Refuse what has no seam."""
-        if any(hasattr(module, _MARK) for module in self._modules):
+        self._replicas, self._said = None if replicas is None else replicas.get_group(), False
+        if any(hasattr(module, _MARK) for module in modules):
             raise OptimusError(f"{self.name}: compressed already. Call remove() of its compression first")
-        for parameter in self.parameters:
-            if parameter.placements[0].is_replicate():
-                raise OptimusError(
-                    f"{self.name}: replicated over the first dimension of its mesh, and torch adds up replicas by "
-                    'itself. Shard it over the other one alone: fully_shard(module, mesh=mesh["shard"]), and then '
-                    'compress(model, replicas=mesh["replicate"])'
-                )
+        modules[0].reshard()  # after an evaluation, the first module of a model still holds gathered parameters
+        places = {
+            parameter: (module, name)
+            for module in _below(modules)
+            for name, parameter in module.named_parameters(recurse=False)
+            if isinstance(parameter, DTensor)
+        }
+        if any(parameter.placements[0].is_replicate() for parameter in places):
+            raise OptimusError(
+                f"{self.name}: replicated over the first dimension of its mesh, and torch adds up replicas by itself. "
+                'Shard it over the other one alone: fully_shard(module, mesh=mesh["shard"]), and then '
+                'compress(model, replicas=mesh["replicate"])'
+            )
+        self.meshes = [parameter.device_mesh for parameter in places]
+        # Parameters are found by their places, because load_state_dict(assign=True) puts others there.
+        self._parts = [(*place, _length_in_row(each), each.ndim > 1) for each, place in places.items()]
 
     def attach(self) -> None:
         module = self._modules[0]
@@ -168,10 +164,9 @@ class _Unit:
                 "fully_shard MixedPrecisionPolicy(reduce_dtype=torch.float32)"
             )
         at, ranges = 0, []
-        for parameter in self.parameters:
-            if parameter.requires_grad:
-                length = _length_in_row(parameter)
-                if parameter.ndim > 1:
+        for module, name, length, is_matrix in self._parts:
+            if getattr(module, name).requires_grad:
+                if is_matrix:
                     ranges.append((at, length))
                 at += length
         if at == row.numel():
@@ -222,7 +217,7 @@ def _length_in_row(parameter: DTensor) -> int:
 
 def _check_replicas(replicas: DeviceMesh, units: "list[_Unit]") -> None:
     """Refuse replicas that are not one rank of each node."""
-    mesh = next(parameter.device_mesh for unit in units for parameter in unit.parameters)
+    mesh = next(mesh for unit in units for mesh in unit.meshes)
     shard, others = (dist.get_process_group_ranks(each.get_group()) for each in (mesh, replicas))
     nodes: list[Any] = [None] * len(shard)
     dist.all_gather_object(nodes, this_node(dist.get_rank()).name, group=mesh.get_group())

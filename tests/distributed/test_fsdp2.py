@@ -74,7 +74,13 @@ def refusal(call: Callable[[], Any]) -> str:
     return str(error.value)
 
 
+def _see_no_gpu() -> None:
+    """Let torch see that it has no GPU: the CPU runtime pretends one, and meshes of torch 2.9 would then take NCCL."""
+    torch.cuda.is_available = lambda: False
+
+
 def _beside_fsdp2() -> dict[str, Any]:
+    _see_no_gpu()
     dist.init_process_group("gloo")
     whole, bf16 = init_device_mesh("cpu", (4,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -121,7 +127,7 @@ def _others(whole: DeviceMesh, grid: DeviceMesh) -> dict[str, Any]:
         model(batch_of(0), norm=False).square().mean().backward()
         named = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
         found["unused"].append({name: each.full_tensor() for name, each in named.items()})
-    found["resumed"] = _resumed(whole)
+    found["resumed"], found["later"] = _resumed(whole), _later(whole)
     transposed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
     double = sharded(whole).double()
     fsdp2.compress(double)
@@ -134,6 +140,28 @@ def _others(whole: DeviceMesh, grid: DeviceMesh) -> dict[str, Any]:
         refusal(lambda: fsdp2.compress(sharded(whole), "int7")),
         refusal(lambda: double(batch_of(0).double()).square().mean().backward()),
     ]
+    return found
+
+
+def _later(mesh: DeviceMesh) -> list[dict[str, torch.Tensor]]:
+    """Return gradients by name: FSDP2's alone, those in int4 if the model has evaluated before, and those in int4 if
+    its parameters are exchanged afterwards, and some of the new ones are frozen.
+    """
+    found = []
+    for way in ("alone", "evaluated", "exchanged"):
+        model: Any = Model()
+        fully_shard(model.first, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if way == "evaluated":
+            with torch.no_grad():
+                model(batch_of(0))
+        if way != "alone":
+            fsdp2.compress(model, "int4")
+        if way == "exchanged":
+            model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+            model.norm.bias.requires_grad_(False)
+        model(batch_of(0)).square().mean().backward()
+        found.append({name: each.grad.full_tensor() for name, each in model.named_parameters() if each.requires_grad})
     return found
 
 
@@ -214,6 +242,14 @@ def test_what_is_reduced_with_a_parameter_without_gradient_is_dense_and_a_frozen
         assert off["out.weight"] < 1e-6 and off["first.bias"] < 1e-6 and 0.01 < off["second.weight"] < 0.3, off
 
 
+@pytest.mark.parametrize("index", [1, 2], ids=["evaluated before", "exchanged afterwards"])
+def test_matrices_are_found_where_the_model_has_them(ranks: Any, index: int) -> None:
+    for rank in ranks:
+        alone, later = rank["later"][0], rank["later"][index]
+        off = {name: errors([later[name]], [alone[name]])[0] for name in later}
+        assert all(0.01 < off[name] < 0.3 if alone[name].ndim > 1 else off[name] < 1e-6 for name in off), off
+
+
 @pytest.mark.parametrize(("index", "says"), [
     (0, "compressed already. Call remove()"),
     (1, "this Model is not sharded. Call torch.distributed.fsdp.fully_shard"),
@@ -232,6 +268,7 @@ LOOPS = (Path(__file__).parents[2] / "docs" / "python.md").read_text().split("##
 
 
 def _page(loop: str) -> float:
+    _see_no_gpu()
     names: dict[str, Any] = {}
     exec(compile(loop, "docs/python.md", "exec"), names)
     return float(names["loss"].detach())
