@@ -254,6 +254,40 @@ def test_a_slot_that_another_stream_used_last_is_waited_for() -> None:
     assert waiting.faults == [] and early.faults
 
 
+class _Noted(_Written):
+    """Slice that notes its beginning and its end."""
+
+    def __init__(self, name: int, events: list[tuple[str, int]]) -> None:
+        super().__init__(64, torch.device("cpu"))
+        self.name, self.events = name, events
+
+    def begin(self, memory: torch.Tensor) -> None:
+        self.events.append(("begin", self.name))
+
+    def end(self) -> None:
+        self.events.append(("end", self.name))
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_slices_begin_and_end_in_the_order_in_which_they_were_submitted(slots: int, urgent: bool) -> None:
+    events: list[tuple[str, int]] = []
+    lane = Ring(slots).lane(urgent=urgent)
+    exchanges = [[_Noted(10 * number + place, events) for place in range(3)] for number in range(3)]
+    for slices in exchanges:
+        lane.reserve(slices, together=True)
+    for slices in exchanges:
+        lane.submit(slices)
+    lane.end(exchanges[1])
+    assert [kind for kind, _ in events].count("end") == 6, "those of the third exchange are still under way"
+    lane.end(exchanges[2])
+    names = [each.name for slices in exchanges for each in slices]
+    for kind in ("begin", "end"):
+        assert [name for found, name in events if found == kind] == names
+    under_way = [sum(1 if kind == "begin" else -1 for kind, _ in events[: n + 1]) for n in range(len(events))]
+    assert max(under_way) == slots
+
+
 def _forgotten() -> tuple[list[int], int]:
     """Begin slices of a pass that fails, and then those of the next pass."""
     dist.init_process_group("gloo")
