@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from optimus_cc_ext.collectives import all_reduce
 from optimus_cc_ext.collectives.functions import Group
@@ -31,7 +32,8 @@ class Averaging:
 
 
 def ddp_hook(format: str = "int8", group: Group = None) -> tuple[Averaging, Hook]:
-    """Return what `DistributedDataParallel.register_comm_hook` takes: matrices travel in `format`, vectors dense.
+    """Return what `DistributedDataParallel.register_comm_hook` takes: matrices travel in `format`, vectors and sparse
+    gradients as they are.
 
     Args:
         format: "int8" or "int4".
@@ -46,13 +48,15 @@ def ddp_hook(format: str = "int8", group: Group = None) -> tuple[Averaging, Hook
 
 def _average(state: Averaging, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Replace the gradients of a bucket by their average over all ranks."""
-    flat, parameters = bucket.buffer(), bucket.parameters()
+    flat, whole = bucket.buffer(), state.group.whole if isinstance(state.group, Groups) else state.group
+    if flat.is_sparse:
+        return default_hooks.allreduce_hook(whole, bucket)  # type: ignore[arg-type]  # None is the default group
     at, coded = 0, []
-    for parameter in parameters:
+    for parameter in bucket.parameters():
         if parameter.ndim > 1:
             coded.append((at, parameter.numel()))
         at += parameter.numel()
-    flat.div_(dist.get_world_size(state.group.whole if isinstance(state.group, Groups) else state.group))
+    flat.div_(dist.get_world_size(whole))
     add_up = partial(all_reduce, flat, group=state.group, format=state.format, coded=coded)
     if flat.device.type != "cuda":
         add_up()

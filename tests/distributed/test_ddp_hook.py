@@ -50,12 +50,23 @@ def trained(hook: tuple[Any, Any] | None, dtype: torch.dtype = torch.float32, st
     return {"grads": found, "weights": [each.detach().clone() for each in model.parameters()], "seen": seen}
 
 
+def sparse(hook: tuple[Any, Any] | None) -> list[torch.Tensor]:
+    """Return the gradients of an embedding, which are sparse, and of a matrix."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(50, 60, sparse=True), nn.Linear(60, 17, bias=False)))
+    if hook is not None:
+        model.register_comm_hook(*hook)
+    model(torch.arange(20) + 5 * dist.get_rank()).square().mean().backward()
+    return [each.grad.to_dense() for each in model.parameters() if each.grad is not None]
+
+
 def _beside_ddp() -> dict[str, Any]:
     dist.init_process_group("gloo")
     found: dict[str, Any] = {"alone": trained(None), "half alone": trained(None, torch.float16)}
     for name in ("fp32", "int8", "int4"):
         found[name] = trained(optimus_cc_ext.ddp_hook(name))
     found["half"] = trained(optimus_cc_ext.ddp_hook("int8"), torch.float16)
+    found["sparse"] = [sparse(None), sparse(optimus_cc_ext.ddp_hook("int8"))]
     found["levels"] = trained(optimus_cc_ext.ddp_hook("fp32", collectives.levels()))
     return found
 
@@ -98,6 +109,13 @@ def test_buckets_that_ddp_makes_anew_after_the_first_pass_are_read_anew(ranks: l
 def test_fp16_is_divided_before_it_is_added_up_as_ddp_does(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert max(errors(rank["half"]["grads"], rank["half alone"]["grads"])) < 0.03
+
+
+def test_sparse_gradients_are_added_up_as_ddp_does(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        alone, ours = rank["sparse"]
+        embedding, matrix = errors(ours, alone)
+        assert embedding < 1e-6 and 1e-3 < matrix < 0.02
 
 
 def _overflows() -> bool:
