@@ -21,10 +21,10 @@ def slot_bytes(megabytes: float, slots: int = SLOTS) -> int:
 
 
 def check_slot(least: int, limit: int, what: str) -> None:
-    """Check that the `least` bytes of a slot, those of `what`, fit into a slot of `limit` bytes.
+    """Check that the smallest possible slice, `what` of `least` bytes, fits into a slot of `limit` bytes.
 
     Raises:
-        FlagError: they do not; the message names the smallest bound that works.
+        FlagError: it does not; the message names the smallest bound that works.
     """
     if least > limit:
         needed = SLOTS * least / 1e6

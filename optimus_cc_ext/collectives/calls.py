@@ -82,8 +82,9 @@ def reduce_scatters_in_fp32(
     group: dist.ProcessGroup,
     purpose: str,
 ) -> None:
-    """Sum like `start_reduce_scatters`, in fp32 whatever the dtype of the tensors, and round once: by all-to-alls, as
-    Megatron's `--ddp-reduce-scatter-with-fp32-accumulation` does.
+    """Sum over `group` this rank's part of several tensors in fp32, and round each sum once to the tensors' dtype.
+
+    All-to-alls bring the parts, as with Megatron's `--ddp-reduce-scatter-with-fp32-accumulation`.
 
     Args:
         total: fp32 memory for the sum of so many values of a part at once.

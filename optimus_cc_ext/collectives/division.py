@@ -157,9 +157,7 @@ class Division:
 
     @property
     def gather_bytes(self) -> list[int]:
-        """Bytes of memory for the messages of all ranks, of each slice, if messages in the format of gradients are
-        gathered.
-        """
+        """For each slice, the bytes of memory in which a gather in the format of gradients receives all messages."""
         format = self.formats.gradients
         return [self.senders * message_bytes(layout, format, self.dtype) for layout in self.layouts]
 
@@ -183,7 +181,7 @@ class Division:
 
     @property
     def matrices(self) -> int:
-        """Number of encoded ranges; if ranges are whole parameters, the number of encoded parameters."""
+        """Number of encoded ranges."""
         return len(self.coded)
 
 

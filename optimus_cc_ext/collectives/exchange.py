@@ -69,7 +69,7 @@ class ExchangePlan(Division):
     """Plan of an exchange: which rank adds up which part of a flat tensor, and how many bytes that moves."""
 
     in_fp32: bool = False
-    """True if the ranks of a node add up in fp32, and round their sum once."""
+    """True if gradients of 16 bits are summed over a node in fp32 and rounded once."""
 
     def bind(self, groups: Groups, tools: Tools) -> "Exchange":
         """Make the reducer that follows this plan."""

@@ -49,7 +49,7 @@ class Reducer(ABC):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of memory for messages that it shares with the other reducers of its technique."""
+        """Bytes of the memory that this reducer shares with the other reducers of its technique."""
         return 0
 
     def reduce(self, flat: torch.Tensor, whole: bool = False) -> None:

@@ -174,7 +174,7 @@ class BucketRules:
         gradients = format_of(classes.DP_GRADIENTS)
         return cls(
             ranks=ranks, sharded=sharded, levels=levels, place=place, beside=beside, in_fp32=in_fp32 and sharded,
-            # Sums in fp32 inside a node take the memory of one more slot.
+            # With sums in fp32 inside a node, one more part of the bound is memory for these sums.
             slot_bytes=slot_bytes(config.message_memory, SLOTS + (in_fp32 and sharded)),
             rank=config.dp_compression_rank, force=config._force_compression,
             format=blocks(gradients) or gradients,

@@ -25,7 +25,7 @@ _SIZES = 8
 """Bytes of a slice in the search for its longest message: a ring of 4 bytes in both directions."""
 
 _MOST_RAW = 10
-"""Successive steps in which a bucket is sent raw before a line says so."""
+"""After this many successive steps in which a bucket was sent raw, a log line says so."""
 
 
 class ExactShards(Shards):

@@ -2,9 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from scripts.experiments.runs import claimed
 from scripts.hosts.launch import RunFailed
 
 
@@ -20,7 +21,7 @@ def add_text_options(parser: argparse._ActionsContainer, max_mb: float) -> None:
 
 
 def add_run_options(parser: argparse._ActionsContainer, rows: Path, output: Path) -> None:
-    """Add the options of a command whose finished runs are rows of a file."""
+    """Add the options of a command that writes each finished run to a file, as one row."""
     add = parser.add_argument
     add("--show", action="store_true", help="show the finished runs, and train nothing")
     add("--retry", action="store_true", help="train failed runs again")
@@ -28,6 +29,20 @@ def add_run_options(parser: argparse._ActionsContainer, rows: Path, output: Path
     add("--output", type=Path, default=output, metavar="DIR", help="working folder (%(default)s)")
     add("--timeout", type=float, default=60.0, metavar="MINUTES", help="limit of one run (%(default)g)")
     add("--tiny", action="store_true", help=argparse.SUPPRESS)
+
+
+def missing_made(options: argparse.Namespace, make: Callable[[], int]) -> int:
+    """Call `make`, which makes the runs that the file lacks, and return its number of failed runs; 0 with --show.
+
+    Raises:
+        ExperimentError: another process writes to the working folder.
+    """
+    if options.show:
+        return 0
+    for folder in (options.output, options.rows.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    with claimed(options.output):
+        return make()
 
 
 def words_and_further(argv: Sequence[str]) -> tuple[list[str], list[str]]:

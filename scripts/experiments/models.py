@@ -143,11 +143,13 @@ MODELS: Mapping[str, Model] = {
     ),
     "wide": Model(4, hidden=384, heads=6, sequence=128, vocabulary=1536, micro_batch=3, micro_batches=6),
 }
-"""Models by name. The quickstart trains `gpt`, the study `gpt`, `llama`, `llama-fsdp2` (sharded by torch's FSDP2),
-`llama-muon` (trained by Muon, which takes the package emerging_optimizers), `moe` (every replica holds all experts),
-`moe-ep2` and `moe-ep4` (two and four replicas share the experts), `moe-bias-ep2` and `moe-bias-ep4` (likewise, with
-twice as many experts of half the size, balanced by a bias in place of an auxiliary loss); their tests train `test`; the
-cluster benchmark trains the others.
+"""Models by name.
+
+The quickstart trains `gpt`. The study also trains `llama`, `llama-fsdp2` (sharded by torch's FSDP2), `llama-muon`
+(trained by Muon, for which it needs the package emerging_optimizers), and mixtures of experts: in `moe` every replica
+holds all experts, in `moe-ep2` and `moe-ep4` two and four replicas share them, and `moe-bias-ep2` and `moe-bias-ep4`
+have twice as many experts of half the size, balanced by a bias in place of an auxiliary loss. The study's tests train
+`test`; the cluster benchmark trains the others.
 """
 
 

@@ -1,4 +1,4 @@
-"""Training on a half or the double of each batch, or in fewer steps, which show the slopes of vanilla's loss.
+"""Training with half or twice the batch size, or in fewer steps, from which the slopes of vanilla's loss are computed.
 
 torchrun ... -m optimus_cc_ext scripts/study/batches.py NAME <Megatron's flags of the study's training>
 

@@ -20,9 +20,9 @@ import torch
 
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.tools.report.table import Table, printed
-from scripts.experiments.command import add_run_options
+from scripts.experiments.command import add_run_options, missing_made
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Training
-from scripts.experiments.runs import Runs, add_row, claimed, read_rows
+from scripts.experiments.runs import Runs, add_row, read_rows
 from scripts.experiments.texts import hash_of, text_of
 from scripts.hosts.launch import RunFailed
 from scripts.study.__main__ import KEPT, points_of
@@ -57,12 +57,8 @@ def main(argv: Sequence[str]) -> int:
 
 def study(options: argparse.Namespace, points: Sequence[int]) -> int:
     """Make the missing runs, then show all rows."""
-    failed = 0
-    if not options.show:
-        for folder in (options.output, options.rows.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        with claimed(options.output):
-            failed = sum(not made(options, model, points) for model in options.models.split(","))
+    models = options.models.split(",")
+    failed = missing_made(options, lambda: sum(not made(options, model, points) for model in models))
     rows = read_rows(options.rows, COLUMNS)
     columns = ("model", "iteration", "rate", "kind", "unchanged", *CODINGS)
     table = Table(columns, [tuple(row[each] for each in columns) for row in rows], "Bits a value", name="bits")

@@ -9,6 +9,7 @@ noise, which changes from batch to batch. Finished runs are not repeated.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any
 
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.tools.report.table import Table, printed
-from scripts.experiments.command import add_run_options
+from scripts.experiments.command import add_run_options, missing_made
 from scripts.experiments.models import MODELS, Layout, Training
-from scripts.experiments.runs import Runs, add_row, claimed, commit, read_rows
+from scripts.experiments.runs import Runs, add_row, commit, read_rows
 from scripts.experiments.texts import TEXTS, hash_of
 from scripts.hosts.launch import RunFailed
 from scripts.study.__main__ import KEPT, points_of
@@ -74,13 +75,8 @@ def main(argv: Sequence[str]) -> int:
 
 def study(options: argparse.Namespace, points: Sequence[int]) -> int:
     """Make the missing runs, then show all rows."""
-    failed = 0
-    if not options.show:
-        for folder in (options.output, options.rows.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        with claimed(options.output):
-            for model in options.models.split(","):
-                failed += sum(not made(options, model, text, points) for text in options.texts.split(","))
+    pairs = list(itertools.product(options.models.split(","), options.texts.split(",")))
+    failed = missing_made(options, lambda: sum(not made(options, *pair, points) for pair in pairs))
     rows = read_rows(options.rows, COLUMNS)
     shown = ("model", "layout", "text", "point", "format", "energy", "noise")
     table = Table(shown, [tuple(row[each] for each in shown) for row in rows], "Energy of the error", name="energies")

@@ -11,6 +11,7 @@ iteration, and the same weights after each 50th. An interrupted study goes on wh
 
 import argparse
 import hashlib
+import itertools
 import shlex
 import shutil
 import sys
@@ -23,9 +24,9 @@ from typing import Any
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.tools.report.record import read_logs
 from optimus_cc_ext.tools.report.table import Table, printed
-from scripts.experiments.command import add_run_options
+from scripts.experiments.command import add_run_options, missing_made
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Training
-from scripts.experiments.runs import Runs, add_row, claimed, read_rows
+from scripts.experiments.runs import Runs, add_row, read_rows
 from scripts.experiments.texts import hash_of, text_of
 from scripts.hosts.launch import RunFailed
 from scripts.study.__main__ import KEPT
@@ -71,14 +72,8 @@ def main(argv: Sequence[str]) -> int:
 
 def study(options: argparse.Namespace) -> int:
     """Make the missing runs, cell by cell, then show the table of all runs in the file."""
-    failed = 0
-    if not options.show:
-        for folder in (options.output, options.rows.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        with claimed(options.output):
-            for cell in options.cells.split(","):
-                for variant in options.variants.split(","):
-                    failed += not made(options, cell, variant)
+    runs = list(itertools.product(options.cells.split(","), options.variants.split(",")))
+    failed = missing_made(options, lambda: sum(not made(options, *run) for run in runs))
     rows = read_rows(options.rows, COLUMNS)
     print(printed([table(rows)], "table"), end="")
     return 1 if failed or differing(rows) else 0

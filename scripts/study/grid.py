@@ -27,9 +27,9 @@ from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.tools.data import PreparedData
 from optimus_cc_ext.tools.report.record import read_logs, shares
 from optimus_cc_ext.tools.report.table import printed
-from scripts.experiments.command import add_run_options
+from scripts.experiments.command import add_run_options, missing_made
 from scripts.experiments.models import MODELS, ExperimentError, Layout, Model, Training
-from scripts.experiments.runs import Runs, add_row, claimed, read_rows
+from scripts.experiments.runs import Runs, add_row, read_rows
 from scripts.experiments.texts import TEXTS, hash_of, text_of
 from scripts.experiments.variants import EXPERTS, PRICE, VANILLA
 from scripts.hosts.launch import RunFailed, lines_in
@@ -103,12 +103,7 @@ def main(argv: Sequence[str]) -> int:
 
 def study(options: argparse.Namespace) -> int:
     """Make the missing runs, then show the table of all runs in the file."""
-    failed = 0
-    if not options.show:
-        for folder in (options.output, options.rows.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        with claimed(options.output):
-            failed = make_runs(options)
+    failed = missing_made(options, lambda: make_runs(options))
     rows = read_rows(options.rows, COLUMNS)
     cells = compared(rows)
     print(printed([losses(cells), verdicts(cells)], "table"), end="")

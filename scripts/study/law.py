@@ -62,7 +62,7 @@ def slope_in_steps(fewer: float, nested: float) -> float:
 
 
 def price(slope: float, energy: float) -> float:
-    """Return the law's price in percent of vanilla's loss.
+    """Return the increase of the loss that the law predicts, in percent of vanilla's loss.
 
     Args:
         slope: S, in percent.

@@ -255,7 +255,7 @@ def test_a_slot_that_another_stream_used_last_is_waited_for() -> None:
 
 
 class _Noted(_Written):
-    """Slice that notes its beginning and its end."""
+    """Slice that records when it begins and when it ends."""
 
     def __init__(self, name: int, events: list[tuple[str, int]]) -> None:
         super().__init__(64, torch.device("cpu"))

@@ -199,7 +199,7 @@ def memory(job: Job, config: OptimusConfig = DENSE, per_node: int = 8) -> dict[s
         state += copies * job.vpp * job.message_rows * job.model.hidden
     rows = max(map(config.format_of, classes_among("experts")), key=_row_bits)
     if block_format(rows):
-        # An exchange keeps two messages and the decoded tokens.
+        # An exchange of tokens needs memory for the message it sends, the one it receives, and the decoded tokens.
         tokens = job.routed_rows * job.model.hidden * (2 * _row_bits(rows) / 8 + job.value_bytes)
     return {
         "weights": 2.0 * parameters,
