@@ -1,12 +1,13 @@
 """The law of the price beside the measured prices, from committed rows.
 
-    python -m scripts.study.grid --rows results/price-runs.csv --models llama --iterations 160 --seeds 1,2,3 \\
-        --variants vanilla,vanilla-nested,half-batch,double-batch,fewer-steps,dp-int4,dp-int3,dp-int2
+    python -m scripts.study.grid --rows results/price-runs.csv --models llama --texts prose --iterations 160 \\
+        --evaluations 8 --seeds 1,2,3 \\
+        --variants vanilla-nested,half-batch,double-batch,vanilla,dp-int2,dp-int4,dp-int3,fewer-steps
     python -m scripts.study.energies
     python -m scripts.study.price                           # both tables; it trains nothing
 
-The first command makes the runs of both slopes and of the prices, the second one the energies. A cell is a model, a
-layout, a text and a number of iterations; its predictions need no measured price.
+The first command makes the runs of both slopes and of the prices, the second one the energies; int3 gets three seeds
+more. A cell is a model, a layout, a text and a number of iterations; its predictions need no measured price.
 """
 
 import argparse
