@@ -12,6 +12,7 @@ works.
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus_cc_ext.errors import OptimusError
+from scripts.hosts.delayed import MTU, mac_address
 
 INTERFACE = "eth0"
 UNSHAPED = "none"
@@ -30,11 +32,12 @@ once per packet that it was given, even if that packet has up to 64 KiB, which a
 frames.
 """
 
-_RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[kmg])bit")
+_RATE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[kmg])bit(?:\+(?P<delay>\d+(?:\.\d+)?)ms)?")
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _SLOWEST = 1e6
 _COMMAND_SECONDS = 20.0
 _MOST_HOSTS = 250
+_QUEUE_BYTES = 16_000_000
 
 
 class NetworkError(OptimusError):
@@ -73,7 +76,7 @@ def why_not() -> str | None:
 
 
 def bits_per_second(rate: str) -> float:
-    """Read a rate such as 50mbit; infinity for `UNSHAPED`.
+    """Read a rate such as 50mbit, or 50mbit+20ms with a delay; infinity for `UNSHAPED`.
 
     Raises:
         ValueError: the text is not a rate, or the rate is below 1 Mbit/s, where a training iteration would take an
@@ -83,36 +86,57 @@ def bits_per_second(rate: str) -> float:
         return float("inf")
     match = _RATE.fullmatch(rate)
     if match is None:
-        raise ValueError(f"{rate!r} is not a rate. Give a number with kbit, mbit or gbit, such as 50mbit, or none")
+        raise ValueError(
+            f"{rate!r} is not a rate. Give a number with kbit, mbit or gbit, such as 50mbit or 50mbit+20ms, or none"
+        )
     bits = float(match["number"]) * _UNITS[match["unit"]]
     if bits < _SLOWEST:
         raise ValueError(f"{rate!r}: rates below 1mbit are not supported")
     return bits
 
 
+def seconds_of_delay(rate: str) -> float:
+    """Return the seconds that a packet takes from one host to another at `rate`, which `bits_per_second` accepts."""
+    match = _RATE.fullmatch(rate)
+    return float(match["delay"] or 0) / 1e3 if match else 0.0
+
+
 def tbf_options(rate: str) -> str:
     """Return the options of tc's token bucket for `rate`. The burst is small, so that short messages wait, too."""
     bits = bits_per_second(rate)
-    # The bucket holds 2 ms of the rate, because the timers of a busy machine are late by a fraction of that.
-    burst = max(int(bits / 8 * 2e-3), 6_000)
-    return f"rate {bits:.0f}bit burst {burst} latency 50ms"
+    # The bucket holds 2 ms of the rate, because the timers of a busy machine are late by a fraction of that; and a
+    # packet of a delayed network, which is not cut.
+    burst = max(int(bits / 8 * 2e-3), MTU + 14)
+    # Nothing is dropped: TCP bounds what one connection puts into its own host's queue, and a switch's buffers hold as
+    # much. A shorter queue would send a part of every long message again.
+    return f"rate {bits:.0f}bit burst {burst} limit {_QUEUE_BYTES}"
 
 
 class Network:
     """Running hosts. `network` makes and removes them."""
 
-    def __init__(self, switch: "_Holder", hosts: "Sequence[_Holder]") -> None:
-        self._switch, self._hosts = switch, hosts
+    def __init__(
+        self, switch: "_Holder", hosts: "Sequence[_Holder]", delayed: "subprocess.Popen[bytes] | None"
+    ) -> None:
+        self._switch, self._hosts, self._delayed = switch, hosts, delayed
         self.rate = UNSHAPED
-        lines = ["link add name switch type bridge", "link set switch addrgenmode none up"]
+        if delayed is None:
+            self._bridge()
+        else:
+            moves = [f"link set port{host} netns {holder.pid} name {INTERFACE}" for host, holder in enumerate(hosts)]
+            _batch(switch, "ip", moves)
         for host, holder in enumerate(hosts):
+            own = f"address {mac_address(host)} mtu {MTU}" if delayed else ""
+            address = f"address add {self.address(host)}/24 dev {INTERFACE}"
+            _batch(holder, "ip", [address, f"link set {INTERFACE} {own} addrgenmode none up", "link set lo up"])
+
+    def _bridge(self) -> None:
+        lines = ["link add name switch type bridge", "link set switch addrgenmode none up"]
+        for host, holder in enumerate(self._hosts):
             lines.append(f"link add port{host} type veth peer name {INTERFACE} netns {holder.pid}")
             # IPv6 is off: its own messages would be counted, and its header is longer than FRAMING_BYTES says.
             lines.append(f"link set port{host} addrgenmode none master switch up")
-        _batch(switch, "ip", lines)
-        for host, holder in enumerate(hosts):
-            address = f"address add {self.address(host)}/24 dev {INTERFACE}"
-            _batch(holder, "ip", [address, f"link set {INTERFACE} addrgenmode none up", "link set lo up"])
+        _batch(self._switch, "ip", lines)
 
     def __len__(self) -> int:
         return len(self._hosts)
@@ -126,16 +150,24 @@ class Network:
 
         Raises:
             ValueError: the text is not a rate.
-            NetworkError: tc refused the rate.
+            NetworkError: tc refused the rate, or this network cannot delay packets.
         """
         if rate == self.rate:
             return
+        bits, delay = bits_per_second(rate), seconds_of_delay(rate)
         # A bucket that is made smaller never sends a waiting packet that is larger than it: the link stops. A new
         # bucket drops what waits, and TCP sends it again.
         changes = ["qdisc del dev {} root"] if self.rate != UNSHAPED else []
         changes += [f"qdisc add dev {{}} root tbf {tbf_options(rate)}"] if rate != UNSHAPED else []
-        ports = [f"port{host}" for host in range(len(self._hosts))]
-        _batch(self._switch, "tc", [change.format(port) for port in ports for change in changes])
+        if self._delayed is not None:
+            assert self._delayed.stdin is not None
+            self._delayed.stdin.write(f"{bits} {delay}\n".encode())
+            self._delayed.stdin.flush()
+        elif delay:
+            raise NetworkError(f"{rate}: these hosts' links have no delay. Make them with one")
+        else:
+            ports = [f"port{host}" for host in range(len(self._hosts))]
+            _batch(self._switch, "tc", [change.format(port) for port in ports for change in changes])
         for holder in self._hosts:
             _batch(holder, "tc", [change.format(INTERFACE) for change in changes])
         self.rate = rate
@@ -155,8 +187,9 @@ class Network:
 
 
 @contextmanager
-def network(hosts: int) -> Iterator[Network]:
-    """Make `hosts` hosts, which exist as long as the block and this process.
+def network(hosts: int, *, delays: bool = False) -> Iterator[Network]:
+    """Make `hosts` hosts, which exist as long as the block and this process. With `delays` a rate may have a delay;
+    then a process of ours passes the packets on, up to some 100 Mbit/s on two cores.
 
     Raises:
         NetworkError: a command is missing or failed, for example because this user may not make namespaces.
@@ -172,7 +205,8 @@ def network(hosts: int) -> Iterator[Network]:
             switch = stack.enter_context(_holder())
         except NetworkError:
             switch = stack.enter_context(_holder(new_user=True))
-        yield Network(switch, [stack.enter_context(_holder(switch)) for _ in range(hosts)])
+        holders = [stack.enter_context(_holder(switch)) for _ in range(hosts)]
+        yield Network(switch, holders, stack.enter_context(_switch(switch, hosts)) if delays else None)
 
 
 @dataclass(frozen=True)
@@ -205,6 +239,19 @@ def _holder(beside: _Holder | None = None, *, new_user: bool = False) -> Iterato
             reason = process.stderr.read().decode(errors="replace").strip()
             raise NetworkError(f"this user cannot make namespaces: {reason}")
         yield _Holder(process.pid, as_user)
+
+
+@contextmanager
+def _switch(inside: _Holder, hosts: int) -> "Iterator[subprocess.Popen[bytes]]":
+    """Start the switch in user space in the namespaces of `inside`. It ends with the pipe, or with them."""
+    command = [*inside.enter, "--net", f"--wd={Path.cwd()}", sys.executable, "-m", "scripts.hosts.delayed", str(hosts)]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        assert process.stdout is not None and process.stderr is not None
+        if not process.stdout.readline():
+            reason = process.stderr.read().decode(errors="replace").strip().splitlines()
+            raise NetworkError(f"the links cannot be given a delay: {reason[-1] if reason else 'no reason given'}")
+        yield process
 
 
 def _counters(net: Path) -> Counters:

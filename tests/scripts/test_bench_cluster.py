@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from scripts.bench.cluster.results import losses_agree, paired, share_recovered,
 from scripts.bench.cluster.run import Iteration, Run
 from scripts.experiments.models import MODELS, Layout, Training
 from scripts.experiments.variants import CLUSTER, flags_of
-from scripts.hosts.network import Counters, bits_per_second, tbf_options
+from scripts.hosts.network import Counters, bits_per_second, seconds_of_delay, tbf_options
 from tests.shaped_links import needs_namespaces, without_namespaces
 from tests.shell_scripts import ROOT
 
@@ -62,7 +63,7 @@ def test_a_layout_is_read_and_a_single_host_refused() -> None:
     assert (two_beside.hosts, two_beside.ranks_per_host) == (2, 2)
     assert str(Layout.parsed("tp2pp2dp2")) == "tp2pp2dp2" and Layout.parsed("tp2pp2dp2").hosts == 4
     for text in ("pp1dp1", "dp2pp2", "pp0dp2", "tp2pp1dp1"):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=re.escape(text)):
             Layout.parsed(text)
 
 
@@ -83,10 +84,12 @@ def test_framing_is_taken_off_once_per_packet_and_a_rate_is_read_or_refused() ->
     assert sent.payload == 3 * 1448, "five acknowledgements carry nothing"
     assert bits_per_second("50mbit") == 50e6 and bits_per_second("2.5gbit") == 2.5e9
     assert bits_per_second("none") == math.inf
-    for text in ("50", "50mb", "0mbit", "-1mbit", "10kbit", "unlimited"):
-        with pytest.raises(ValueError, match=text):
+    for text in ("50", "50mb", "0mbit", "-1mbit", "10kbit", "unlimited", "50mbit+20", "none+20ms"):
+        with pytest.raises(ValueError, match=re.escape(text)):
             bits_per_second(text)
-    assert tbf_options("100mbit") == "rate 100000000bit burst 25000 latency 50ms", "2 ms of the rate leave at once"
+    assert tbf_options("100mbit") == "rate 100000000bit burst 25000 limit 16000000", "2 ms of the rate leave at once"
+    assert bits_per_second("50mbit+20ms") == 50e6 and seconds_of_delay("50mbit+20ms") == 0.02
+    assert seconds_of_delay("50mbit") == seconds_of_delay("none") == 0
 
 
 def test_a_run_goes_through_all_rates_and_back_and_counts_no_iteration_in_which_it_switched() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts.hosts.network import Network, network, why_not
+from scripts.hosts.network import Network, NetworkError, network, why_not
 from tests.shaped_links import needs_namespaces
 from tests.shell_scripts import ROOT
 
@@ -96,6 +96,28 @@ def test_the_rate_holds_and_the_counters_say_what_was_sent(senders: list[int]) -
         assert abs(sent[0].payload) < 0.01 * nbytes and sent[0].sent_packets > 100
         hosts.set_rate("none")
         assert 8 * (4 << 20) / _transfer(hosts, [1], 0, 4 << 20) > 100e6
+
+
+@needs_namespaces
+def test_a_delayed_packet_takes_as_long_as_its_rate_says_and_a_long_message_keeps_the_rate() -> None:
+    with network(3, delays=True) as hosts:
+        hosts.set_rate("40mbit+20ms")
+        before = hosts.counters()
+        short, long = (_transfer(hosts, [1], 0, nbytes) for nbytes in (1, 4 << 20))
+        # The receiver says that it is there, and the byte comes back: two ways.
+        assert 0.04 <= short < 0.5
+        assert 0.4 < 8 * (4 << 20) / long / 40e6 < 1.0
+        sent = [after.since(b) for after, b in zip(hosts.counters(), before, strict=True)]
+        assert 0.99 < sent[1].payload / (4 << 20) < 1.01 and sent[1].retransmitted == 0
+        assert sent[2].sent_bytes < 2_000, "the third host has nothing to say"
+        hosts.set_rate("40mbit")
+        assert 0.5 < 8 * (4 << 20) / _transfer(hosts, [1, 2], 0, 2 << 20) / 40e6 < 1.0
+
+
+@needs_namespaces
+def test_hosts_without_delays_refuse_a_rate_with_one() -> None:
+    with network(1) as hosts, pytest.raises(NetworkError, match="no delay"):
+        hosts.set_rate("40mbit+20ms")
 
 
 @needs_namespaces

@@ -68,8 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     compared.add_argument("--variants", type=variants, default=[VANILLA, "paper", "trial"], help=said)
     compared.add_argument(
         "--rates", type=_list(_rate),
-        help="rates of every link, both ways, such as 25mbit,1gbit; none: unshaped, as the shares need (50mbit,none;"
-        " on a GPU none,10gbit,5gbit,1gbit)",
+        help="rates of every link, both ways, such as 25mbit,1gbit, or with a delay 100mbit+20ms; none: unshaped, as"
+        " the shares need (50mbit,none; on a GPU none,10gbit,5gbit,1gbit)",
     )  # fmt: skip
     much = parser.add_argument_group("how much")
     much.add_argument("--blocks", type=_positive, default=2, help="how often all variants take turns (%(default)s)")

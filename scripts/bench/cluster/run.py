@@ -14,7 +14,7 @@ from scripts.bench.cluster.rates import Plan
 from scripts.experiments.models import Layout
 from scripts.hosts.launch import lines_in
 from scripts.hosts.launch import run as launch
-from scripts.hosts.network import Network, network
+from scripts.hosts.network import Network, network, seconds_of_delay
 
 _FREE_CODING = "scripts/bench/cluster/free_coding.py"
 """Training script of the runs whose coding takes almost no time."""
@@ -130,7 +130,7 @@ def train(
     deadline = time.monotonic() + seconds
     folder.mkdir(parents=True, exist_ok=True)
     run.log = str(folder / f"host{layout.hosts - 1}.txt")
-    with network(layout.hosts) as hosts:
+    with network(layout.hosts, delays=any(map(seconds_of_delay, plan.rates))) as hosts:
         hosts.set_rate(plan.rates[0])
         follower = _Follower(run, hosts, plan, on_iteration)
         launch(
