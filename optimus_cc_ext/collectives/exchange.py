@@ -215,6 +215,7 @@ class _SumSlice(Slice):
     ) -> None:
         super().__init__(nbytes, device)
         self._exchange, self._layout, plan = exchange, layout, exchange.plan
+        self.tables[layout] = exchange.codecs.gradients.table_bytes(layout, device)
         self._ranks, self._bytes = plan.senders, [message_bytes(layout, each, plan.dtype) for each in plan.formats]
         self._gather = AllGather(
             own, exchange.groups.across, exchange.codecs.sums, "compressed gradient reduction (sums)"

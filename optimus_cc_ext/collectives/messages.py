@@ -131,7 +131,7 @@ class GatheredSum:
         self._messages = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=tools.device)
         self._message = self._messages[groups.whole.rank()]
         self._gather = AllGather(self._layout, groups.whole, codec, purpose)
-        self.nbytes = self._messages.nbytes
+        self.nbytes = self._messages.nbytes + codec.table_bytes(self._layout, tools.device)
 
     @torch.no_grad()
     def reduce(self, tensor: torch.Tensor) -> None:

@@ -42,6 +42,9 @@ class Slice(ABC):
         costs as much as a small kernel.
         """
 
+        self.tables = dict[object, int]()
+        """Bytes of the kernels' tables by layout; slices share the tables of a layout."""
+
         self._stream: torch.cuda.Stream | None = None
 
     def views_of(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -100,8 +103,13 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots that all lanes together use; slices of two kinds are never under way together."""
-        return slots_bytes((lane.exchanges for lane in self._lanes), self._slots)
+        """Bytes of the slots that all lanes together use, as slices of two kinds are never under way together, and of
+        the kernels' tables.
+        """
+        tables = dict[object, int]()
+        for lane in self._lanes:
+            tables |= lane.tables
+        return slots_bytes((lane.exchanges for lane in self._lanes), self._slots) + sum(tables.values())
 
     def measure(self) -> None:
         """Make slots as large as the lanes now need them."""
@@ -192,6 +200,11 @@ class Lane:
         for slices, _ in self._exchanges:
             for each in slices:
                 each.views.clear()
+
+    @property
+    def tables(self) -> dict[object, int]:
+        """Bytes of the kernels' tables by layout."""
+        return {key: nbytes for slices, _ in self._exchanges for each in slices for key, nbytes in each.tables.items()}
 
     @property
     def exchanges(self) -> list[Exchanged]:

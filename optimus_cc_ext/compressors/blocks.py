@@ -20,7 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus_cc_ext.compressors.formats import AT_ONCE, BLOCK, format_named, section_bytes
+from optimus_cc_ext.compressors.formats import (
+    AT_ONCE,
+    BLOCK,
+    DENSE_ROWS,
+    ROWS,
+    RUN_BYTES,
+    format_named,
+    section_bytes,
+)
 from optimus_cc_ext.compressors.numerics import fp32_products, keep_in_range
 from optimus_cc_ext.compressors.packing import PACKINGS
 from optimus_cc_ext.compressors.scratch import Scratch
@@ -85,6 +93,9 @@ class BlockLayout:
         self.tables: dict[torch.device, Any] = {}
         """Tables of the kernels, by device: all codecs of the layout share them."""
 
+        self.part_of: tuple[BlockLayout, int] | None = None
+        """The layout of which this one has the message of this number at its place, and shares the tables."""
+
     @classmethod
     def of_one(cls, numel: int) -> "BlockLayout":
         """Lay out one message that encodes a whole flat tensor."""
@@ -98,6 +109,7 @@ class BlockLayout:
         layout.pieces = (tuple(Piece(p.start - start, p.numel, p.block) for p in self.pieces[index]),)
         layout.dense = (tuple((at - start, length) for at, length in self.dense[index]),)
         layout.blocks, layout.dense_numel = self.blocks, self.dense_numel
+        layout.part_of = None if start else (self, index)
         return layout
 
     def spans(self, index: int) -> list[tuple[int, int]]:
@@ -112,6 +124,13 @@ class BlockLayout:
     def messages(self) -> int:
         """Number N of messages in the layout."""
         return len(self.pieces)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables of the kernels, which have an entry for each run of adjacent values of a message."""
+        coded = (sum(-(-piece.numel // (ROWS * BLOCK)) for piece in pieces) for pieces in self.pieces)
+        dense = (sum(-(-length // (DENSE_ROWS * BLOCK)) for _, length in ranges) for ranges in self.dense)
+        return RUN_BYTES * self.messages * (max(coded, default=0) + max(dense, default=0))
 
     def sections(self, code_bytes: int, itemsize: int) -> tuple[int, int, int]:
         """Return the offsets in a message of this layout, and its length; `section_bytes` explains the arguments."""
@@ -185,6 +204,10 @@ class Codec:
     def message_bytes(self, layout: BlockLayout, dtype: torch.dtype) -> int:
         """Return the bytes of each message of `layout` if its dense values have this dtype."""
         return layout.sections(self.code_bytes, dtype.itemsize)[2]
+
+    def table_bytes(self, layout: BlockLayout, device: torch.device) -> int:
+        """Return the bytes of memory for tables of `layout` on a device."""
+        return 0
 
     @torch.no_grad()
     def encode(self, values: Tensor, layout: BlockLayout, out: Tensor, *, skipped: int | None = None) -> None:

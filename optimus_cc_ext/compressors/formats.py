@@ -22,6 +22,16 @@ BLOCK = 128
 counts bytes.
 """
 
+ROWS = 64
+"""Number of blocks that one program of the kernels works on: the rows that Hopper's and Blackwell's tensor cores
+multiply at once, and as many as fit the registers.
+"""
+
+DENSE_ROWS = 16
+"""Number of times 128 dense values that one program of the kernels works on."""
+
+RUN_BYTES = 16
+"""Bytes in the kernels' tables for the values of one program."""
 
 _ALIGNMENT = 16
 """Bytes that a GPU loads at once. The sections of a message begin at multiples of this number."""

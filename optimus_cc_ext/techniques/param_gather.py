@@ -127,6 +127,7 @@ class _GatherSlice(Slice):
     def __init__(self, shards: Shards, layout: BlockLayout, own: BlockLayout, nbytes: int) -> None:
         super().__init__(nbytes, shards.bucket.device)
         self._shards, self._layout, self._spans = shards, layout, own.spans(0)
+        self.tables[layout] = shards.codec.table_bytes(layout, self.device)
         self._lengths = [length for _, length in self._spans]
         self.change_bytes = sum(self._lengths) * shards.plan.dtype.itemsize
         self.message = torch.zeros(nbytes // shards.plan.ranks, dtype=torch.uint8, device=self.device)

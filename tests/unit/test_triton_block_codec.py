@@ -64,6 +64,19 @@ def decoded(codec: Codec, messages: Tensor, dtype: torch.dtype, layout: BlockLay
     return out
 
 
+@pytest.mark.parametrize(
+    "layout", [SCATTERED, BlockLayout.of_one(3 * 8192 + 1), BlockLayout([[(0, 8193)], [(9000, 5)]])]
+)
+def test_tables_have_an_entry_for_each_program_and_a_message_shares_those_of_all(layout: BlockLayout) -> None:
+    codec, device = both("int8", True)[0], torch.device("cpu")
+    tables = codec._tables_of(layout, device)
+    assert tables.blocks.nbytes + tables.dense.nbytes == layout.table_bytes > 0
+    for index in range(layout.messages):
+        own = codec._tables_of(layout.of_message(index), device)
+        assert own.blocks.untyped_storage().data_ptr() == tables.blocks.untyped_storage().data_ptr()
+        assert torch.equal(own.blocks[0], tables.blocks[index]) and torch.equal(own.dense[0], tables.dense[index])
+
+
 @needs_triton
 @pytest.mark.skipif(RUNS_HERE, reason="they run in this process")
 @pytest.mark.full

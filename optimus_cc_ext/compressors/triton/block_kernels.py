@@ -1,11 +1,13 @@
 """Triton kernels of the block formats; `blocks` calls them. Needs triton to be imported.
 
-Conventions of all kernels: a block is a row of four tiles of 32 columns, its quarters. `table` has the place of the
-values of each block of each message, (N, blocks): start * 256 + length, both divisible by ALIGN; 0 if there is no such
-block. Without a table, messages are the rows of a matrix, one after the other, of `per_row` whole blocks each. `codes`
-and `scales` are pointers to the first message's sections, `strides` the elements from one message to the next. WIDEN:
-triton's interpreter neither multiplies bf16 nor rounds to it, so the kernels compute the same bits in another way.
-Equal inputs give equal bits, because there are no atomics and sums have one order.
+Conventions of all kernels: a block is a row of four tiles of 32 columns, its quarters. A program works on one run of
+one message: up to ROWS blocks of adjacent values. `table` has the runs of each message, (N, runs, 2): the start of the
+values, and place * 2^14 + length, where the place is the number of the first block; start and length are divisible by
+ALIGN, and a length of 0 means that there is no such run. Without a table, messages are the rows of a matrix, one after
+the other, of `per_row` whole blocks each, `blocks` in all. `codes` and `scales` are pointers to the first message's
+sections, `strides` the elements from one message to the next. WIDEN: triton's interpreter neither multiplies bf16 nor
+rounds to it, so the kernels compute the same bits in another way. Equal inputs give equal bits, because there are no
+atomics and sums have one order.
 
 A block is rotated by the Hadamard matrix of 32 x 32, quarter by quarter, and by additions of the four results, because
 128 x 128 = (4 x 4) x (32 x 32): this takes a fourth of the products, and a matrix that fits the registers.
@@ -54,17 +56,22 @@ def _store(pointers, x, mask, ONTO: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _place(table, message, rows, blocks, ALIGN: tl.constexpr):
-    """Return starts and lengths of a message's blocks `rows`; a length of 0 if there is no such block."""
-    entry = tl.load(table + message.to(tl.int64) * blocks + rows, mask=rows < blocks, other=0)
-    return tl.multiple_of(entry >> 8, ALIGN), tl.multiple_of((entry & 255).to(tl.int32), ALIGN)
+def _run(table, message, ALIGN: tl.constexpr, ROWS: tl.constexpr):
+    """Return starts and lengths of the blocks of this program's run, a length of 0 if there is no such block, and the
+    run's place.
+    """
+    run = table + 2 * (message.to(tl.int64) * tl.num_programs(0) + tl.program_id(0))
+    place, first = tl.load(run + 1), tl.arange(0, ROWS) * BLOCK
+    length = tl.minimum(tl.maximum((place & 16383).to(tl.int32) - first, 0), BLOCK)
+    return tl.multiple_of(tl.load(run) + first, ALIGN), tl.multiple_of(length, ALIGN), place >> 14
 
 
 @triton.jit
-def _place_in_row(numbers, blocks, per_row):
-    """Return starts and lengths of the blocks `numbers` of all rows, the row of each block, and its place in the
+def _run_of_rows(blocks, per_row, ROWS: tl.constexpr):
+    """Return starts and lengths of this program's blocks of all rows, the row of each block, and its place in the
     row.
     """
+    numbers = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start, length = numbers.to(tl.int64) * BLOCK, tl.where(numbers < blocks, BLOCK, 0)
     return tl.multiple_of(start, BLOCK), tl.multiple_of(length, BLOCK), numbers // per_row, numbers % per_row
 
@@ -206,17 +213,18 @@ def encode_blocks(
     BITS: tl.constexpr, LARGEST: tl.constexpr, ROTATED: tl.constexpr, INVERSE: tl.constexpr,
     GAIN: tl.constexpr, WIDEN: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write scales (as int16) and codes (uint8) of the blocks that `table` finds in `values`. Grid: (blocks / ROWS, N);
-    without a table (blocks of all rows / ROWS, 1).
+    """Write scales (as int16) and codes (uint8) of the blocks that `table` finds in `values`. Grid: (runs, N); without
+    a table (blocks / ROWS, 1).
 
     INVERSE: 1 over GAIN times the largest code; GAIN: the factor by which the rotation, which is not normalised,
     lengthens a block. `rotations` are the matrices of `_times`; matrix h has rows 32 h to 32 h + 31 of diag(s) H.
     """
-    rows, message = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     if table is None:
-        start, length, message, rows = _place_in_row(rows, blocks, per_row)
+        start, length, message, rows = _run_of_rows(blocks, per_row, ROWS)
     else:
-        start, length = _place(table, message, rows, blocks, ALIGN)
+        message = tl.program_id(1)
+        start, length, place = _run(table, message, ALIGN, ROWS)
+        rows = place.to(tl.int32) + tl.arange(0, ROWS)
     a, b = _load_quarter(values, start, length, 0), _load_quarter(values, start, length, 1)
     c, d = _load_quarter(values, start, length, 2), _load_quarter(values, start, length, 3)
     if ROTATED:
@@ -274,17 +282,18 @@ def add_up_blocks(
     BITS: tl.constexpr, ROTATED: tl.constexpr, ALONE: tl.constexpr, WIDEN: tl.constexpr,
     ONTO: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of the values of `senders` to `out`. Grid: (blocks / ROWS, 1); with ALONE, for one sender: (blocks
-    / ROWS, N).
+    """Write the sum of the values of `senders` to `out`. Grid: (runs, 1); with ALONE, for one sender: (runs, N);
+    without a table (blocks / ROWS, 1).
 
     ONTO: add the sum to the values in `out`. With one sender the scale is applied after the rotation, whose sums of
     codes are exact.
     """
-    rows, message = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     if table is None:
-        start, length, message, rows = _place_in_row(rows, blocks, per_row)
+        start, length, message, rows = _run_of_rows(blocks, per_row, ROWS)
     else:
-        start, length = _place(table, message, rows, blocks, ALIGN)
+        message = tl.program_id(1)
+        start, length, place = _run(table, message, ALIGN, ROWS)
+        rows = place.to(tl.int32) + tl.arange(0, ROWS)
     used = length > 0
     scales += message.to(tl.int64) * scales_stride + rows
     codes = _codes_of(codes, message, rows, codes_stride, BITS)
@@ -324,37 +333,30 @@ def _store_quarter(out, start, length, WHICH: tl.constexpr, x, ONTO: tl.constexp
 
 
 @triton.jit
-def _chunk(table, slots, message, chunks, ROWS: tl.constexpr):
+def _dense_run(table, message, ROWS: tl.constexpr):
     """Return the places of a program's dense values in the tensor and in the section, and a mask of those that
     exist.
     """
-    rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    start, length = _place(table, message, rows, chunks, 1)
-    slot = tl.load(slots + message.to(tl.int64) * chunks + rows, mask=length > 0, other=0)
-    return start[:, None] + columns[None, :], slot[:, None] + columns[None, :], columns[None, :] < length[:, None]
+    start, length, place = _run(table, message, 1, ROWS)
+    columns = tl.arange(0, BLOCK)[None, :]
+    return start[:, None] + columns, place + tl.arange(0, ROWS)[:, None] * BLOCK + columns, columns < length[:, None]
 
 
-@triton.jit(do_not_specialize=["chunks", "stride"], do_not_specialize_on_alignment=["table", "slots"])
-def copy_values(values, table, slots, dense, stride, chunks, ROWS: tl.constexpr):
-    """Copy dense values to the messages. Grid: (chunks / ROWS, N).
-
-    There are (N, chunks) chunks of up to 128 values, each of which goes from its place in `table` to its place in
-    `slots`.
-    """
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["table"])
+def copy_values(values, table, dense, stride, ROWS: tl.constexpr):
+    """Copy dense values to the messages. Grid: (runs, N); the place of a run is that in the message's dense section."""
     message = tl.program_id(1)
-    at, slot, mask = _chunk(table, slots, message, chunks, ROWS)
+    at, slot, mask = _dense_run(table, message, ROWS)
     tl.store(dense + message.to(tl.int64) * stride + slot, tl.load(values + at, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["chunks", "senders", "stride"], do_not_specialize_on_alignment=["table", "slots"])
-def add_up_values(
-    dense, table, slots, out, stride, chunks, senders, WIDEN: tl.constexpr, ONTO: tl.constexpr, ROWS: tl.constexpr
-):
-    """Write the sums of dense chunks over `senders` to `out`, or with ONTO add them. Grid: (chunks / ROWS, 1); one
-    sender: (.., N).
+@triton.jit(do_not_specialize=["senders", "stride"], do_not_specialize_on_alignment=["table"])
+def add_up_values(dense, table, out, stride, senders, WIDEN: tl.constexpr, ONTO: tl.constexpr, ROWS: tl.constexpr):
+    """Write the sums of dense runs over `senders` to `out`, or with ONTO add them. Grid: (runs, 1); one sender:
+    (runs, N).
     """
     message = tl.program_id(1)
-    at, slot, mask = _chunk(table, slots, message, chunks, ROWS)
+    at, slot, mask = _dense_run(table, message, ROWS)
     sent = dense + message.to(tl.int64) * stride + slot
     total = tl.load(sent, mask=mask, other=0.0).to(tl.float32)
     for _ in range(1, senders):

@@ -5,13 +5,15 @@ once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec, hadamard
-from optimus_cc_ext.compressors.formats import BLOCK
+from optimus_cc_ext.compressors.formats import BLOCK, DENSE_ROWS, ROWS
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.launches import DTYPES, INTERPRETED
 
@@ -20,33 +22,26 @@ if launches.AVAILABLE:
 
     from optimus_cc_ext.compressors.triton import block_kernels
 
-ROWS = 64
-"""Number of blocks that one program works on at a time: the rows that Hopper's and Blackwell's tensor cores multiply at
-once, and as many as fit the registers.
-"""
-
-DENSE_ROWS = 16
-"""Number of runs of 128 dense values that one program works on at a time."""
-
 WIDEST = 16
 """Largest number of values that one thread should read at once."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables of a layout on one device, in the form that kernels read; int64."""
+    """Tables of a layout on one device, in the form that kernels read: (N, runs, 2), int64."""
 
     blocks: Tensor
-    """Entry start * 256 + length of each block, (N, blocks); 0 if a message has no such block."""
+    """Runs of blocks of each message."""
 
     align: int
     """Power of two that divides all starts and lengths."""
 
-    chunks: Tensor
-    """Entries of dense values, (N, chunks), in the same form as `blocks`, at most 128 values each."""
+    dense: Tensor
+    """Runs of dense values, whose places are offsets in the messages' dense sections."""
 
-    slots: Tensor
-    """Offsets of the chunks in the messages' dense sections, (N, chunks)."""
+    def of(self, which: slice) -> Tables:
+        """Return the tables of these messages, in the same memory."""
+        return replace(self, blocks=self.blocks[which], dense=self.dense[which])
 
 
 class TritonCodec(Codec):
@@ -71,19 +66,19 @@ class TritonCodec(Codec):
         ends = {0: slice(1, None), layout.messages - 1: slice(-1)}
         which = ends.get(skipped, slice(None)) if skipped is not None else slice(None)
         dense, scales, codes = (each[which] for each in self._sections(messages, layout, values))
-        chunks, blocks = tables.chunks[which], tables.blocks[which]
-        if chunks.numel():
-            block_kernels.copy_values[_grid(chunks, chunks.shape[1], DENSE_ROWS)](
-                values, chunks, tables.slots[which], dense, dense.stride(0), chunks.shape[1], ROWS=DENSE_ROWS
+        tables = tables.of(which)
+        if tables.dense.numel():
+            block_kernels.copy_values[_grid(tables.dense)](
+                values, tables.dense, dense, dense.stride(0), ROWS=DENSE_ROWS
             )
-        if blocks.numel():
-            self._encode_in(values, blocks, scales, codes, tables.align)
+        if tables.blocks.numel():
+            self._encode_in(values, tables.blocks, scales, codes, tables.align)
 
     def _encode_in(self, values: Tensor, table: Tensor | None, scales: Tensor, codes: Tensor, align: int) -> None:
         largest = self.format.largest
         assert largest is not None  # formats without a largest code have no kernels
         blocks, per_row = _lengths(values, table)
-        block_kernels.encode_blocks[_grid(table, blocks, ROWS)](
+        block_kernels.encode_blocks[_grid(table, blocks)](
             values, table, self._rotations_in(values.dtype, values.device, back=False), scales, codes,
             scales.stride(0), codes.stride(0), blocks, per_row,
             BITS=self.format.bits, LARGEST=largest, ROTATED=self.rotated,
@@ -123,15 +118,13 @@ class TritonCodec(Codec):
         `out`.
         """
         tables, (dense, scales, codes) = self._tables_of(layout, out.device), self._sections(messages, layout, out)
-        if tables.chunks.numel():
-            chunks = tables.chunks[which]
-            block_kernels.add_up_values[_grid(chunks, chunks.shape[1], DENSE_ROWS)](
-                dense, chunks, tables.slots[which], out, dense.stride(0), chunks.shape[1], senders,
-                WIDEN=INTERPRETED, ONTO=onto, ROWS=DENSE_ROWS,
-            )  # fmt: skip
+        tables = tables.of(which)
+        if tables.dense.numel():
+            block_kernels.add_up_values[_grid(tables.dense)](
+                dense, tables.dense, out, dense.stride(0), senders, WIDEN=INTERPRETED, ONTO=onto, ROWS=DENSE_ROWS
+            )
         if tables.blocks.numel():
-            blocks = tables.blocks[which]
-            self._decode_in(out, blocks, scales, codes, tables.align, senders, onto=onto)
+            self._decode_in(out, tables.blocks, scales, codes, tables.align, senders, onto=onto)
 
     def _decode_in(
         self, out: Tensor, table: Tensor | None, scales: Tensor, codes: Tensor, align: int, senders: int = 1,
@@ -140,7 +133,7 @@ class TritonCodec(Codec):
         # Sums of four codes are integers below 2^9, which 16 bits hold exactly; sums over senders are not integers.
         dtype = torch.float16 if senders == 1 else torch.float32
         blocks, per_row = _lengths(out, table)
-        block_kernels.add_up_blocks[_grid(table, blocks, ROWS)](
+        block_kernels.add_up_blocks[_grid(table, blocks)](
             scales, codes, table, self._rotations_in(dtype, out.device, back=True), out,
             scales.stride(0), codes.stride(0), blocks, per_row, senders,
             BITS=self.format.bits, ROTATED=self.rotated, ALONE=senders == 1,
@@ -177,9 +170,16 @@ class TritonCodec(Codec):
             messages[:, codes:end],
         )
 
+    def table_bytes(self, layout: BlockLayout, device: torch.device) -> int:
+        return layout.table_bytes if self._has_kernels and launches.AVAILABLE and _has_kernels_on(device) else 0
+
     def _tables_of(self, layout: BlockLayout, device: torch.device) -> Tables:
         if device not in layout.tables:
-            layout.tables[device] = _tables(layout, device)
+            if layout.part_of is None:
+                layout.tables[device] = _tables(layout, device)
+            else:
+                whole, index = layout.part_of
+                layout.tables[device] = self._tables_of(whole, device).of(slice(index, index + 1))
         tables: Tables = layout.tables[device]
         return tables
 
@@ -199,48 +199,52 @@ class TritonCodec(Codec):
 
 
 def _tables(layout: BlockLayout, device: torch.device) -> Tables:
-    coded = [[(piece.start, piece.numel) for piece in pieces] for pieces in layout.pieces]
-    slots: list[list[Tensor]] = [[] for _ in layout.dense]
-    for places, ranges in zip(slots, layout.dense, strict=True):
-        taken = 0
-        for _, length in ranges:
-            places.append(torch.arange(taken, taken + length, BLOCK))
-            taken += length
+    coded = [[(piece.start, piece.block, piece.numel) for piece in pieces] for pieces in layout.pieces]
+    dense = [
+        [(start, end - length, length) for (start, length), end in zip(ranges, _ends(ranges), strict=True)]
+        for ranges in layout.dense
+    ]
     return Tables(
-        blocks=_stacked([[_entries(*span) for span in ranges] for ranges in coded], device),
-        align=math.gcd(WIDEST, *(number for ranges in coded for span in ranges for number in span)),
-        chunks=_stacked([[_entries(*span) for span in ranges] for ranges in layout.dense], device),
-        slots=_stacked(slots, device),
+        blocks=_stacked([[_runs(*each, ROWS, BLOCK) for each in pieces] for pieces in coded], device),
+        align=math.gcd(
+            WIDEST, *(number for pieces in coded for start, _, numel in pieces for number in (start, numel))
+        ),
+        dense=_stacked([[_runs(*each, DENSE_ROWS, 1) for each in ranges] for ranges in dense], device),
     )
 
 
-def _entries(start: int, numel: int) -> Tensor:
-    """Return the entries of a run of values, 128 values at a time."""
-    starts = torch.arange(start, start + numel, BLOCK)
-    return starts * 256 + (start + numel - starts).clamp_max(BLOCK)
+def _ends(ranges: tuple[tuple[int, int], ...]) -> Iterator[int]:
+    return accumulate(length for _, length in ranges)
 
 
-def _stacked(rows: list[list[Tensor]], device: torch.device) -> Tensor:
-    """Stack rows to (N, length of the longest row), padded with zeros."""
-    joined = [torch.cat([torch.arange(0), *parts]) for parts in rows]
+def _runs(start: int, place: int, numel: int, rows: int, unit: int) -> Tensor:
+    """Return the entries, (runs, 2), of `numel` adjacent values, `rows` blocks each; a place is `unit` values."""
+    first = torch.arange(0, numel, rows * BLOCK)
+    return torch.stack([start + first, (place + first // unit) * 2**14 + (numel - first).clamp_max(rows * BLOCK)], 1)
+
+
+def _stacked(messages: list[list[Tensor]], device: torch.device) -> Tensor:
+    """Stack entries to (N, most runs of a message, 2), padded with zeros."""
+    joined = [torch.cat([torch.zeros(0, 2, dtype=torch.int64), *runs]) for runs in messages]
     return torch.nn.utils.rnn.pad_sequence(joined, batch_first=True).to(device)
 
 
 def _lengths(values: Tensor, table: Tensor | None) -> tuple[int, int]:
-    """Return the number of blocks of a message, from the table that kernels index with it, and 1; without a table, the
-    blocks of all rows of `values` and of one row.
-    """
-    return (values.numel() // BLOCK, values.shape[1] // BLOCK) if table is None else (table.shape[1], 1)
+    """Return the number of blocks of all rows of `values` and of one row, for kernels without a table."""
+    return (values.numel() // BLOCK, values.shape[1] // BLOCK) if table is None else (0, 1)
 
 
-def _grid(table: Tensor | None, blocks: int, rows: int) -> tuple[int, int]:
-    return triton.cdiv(blocks, rows), 1 if table is None else table.shape[0]
+def _grid(table: Tensor | None, blocks: int = 0) -> tuple[int, int]:
+    return (triton.cdiv(blocks, ROWS), 1) if table is None else (table.shape[1], table.shape[0])
 
 
 def _taken(values: Tensor, messages: Tensor) -> bool:
-    """Return whether kernels take these tensors: contiguous fp32, bf16 or fp16, on a GPU or (tests) in the
-    interpreter.
-    """
-    on_device = values.device.type == "cuda" or (INTERPRETED and values.device.type == "cpu")
+    """Return whether kernels take these tensors: contiguous fp32, bf16 or fp16."""
     flat = values.is_contiguous() and messages.stride(-1) == 1
-    return launches.AVAILABLE and on_device and values.dtype in DTYPES and flat and messages.numel() > 0
+    ours = launches.AVAILABLE and _has_kernels_on(values.device)
+    return ours and values.dtype in DTYPES and flat and messages.numel() > 0
+
+
+def _has_kernels_on(device: torch.device) -> bool:
+    """Return whether kernels run on a device: on a GPU or (tests) in the interpreter."""
+    return device.type == "cuda" or (INTERPRETED and device.type == "cpu")

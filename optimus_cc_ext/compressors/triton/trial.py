@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import product
 
 import torch
@@ -108,27 +107,6 @@ def _blocks(format: str, dtype: torch.dtype, device: torch.device, rotated: bool
             codec.decode_add(senders, layout, 0, out.zero_(), onto=onto)
         same = torch.allclose(found, wanted, relative, absolute)
         _agree(same, f"{subject}: sums of decoded values differ from torch's")
-    _short_message(ours, torchs, values, align, f"{subject}, one short message")
-
-
-def _short_message(ours: TritonCodec, torchs: Codec, values: Tensor, align: int, subject: str) -> None:
-    """Encode and decode one message with fewer blocks than its layout, whose table has another block's place behind it.
-
-    A kernel that reads beyond the table would code that block, too. Zeros behind the table would prove nothing.
-    """
-    layout = BlockLayout([[(0, 2 * BLOCK)], [(0, align)]]).of_message(1)
-    tables = ours._tables_of(layout, values.device)
-    longer = torch.cat([tables.blocks, tables.blocks + align * 256], 1)
-    layout.tables[values.device] = replace(tables, blocks=longer[:, :1])
-    nbytes = ours.message_bytes(layout, values.dtype)
-    message, expected = torch.zeros(2, 1, nbytes, dtype=torch.uint8, device=values.device)
-    for codec, out in ((ours, message), (torchs, expected)):
-        codec.encode(values, layout, out)
-    _compare_messages(ours, message[0], expected[0], layout, values.dtype, subject)
-    found, wanted = values.clone(), values.clone()
-    for codec, out in ((ours, found), (torchs, wanted)):
-        codec.decode(expected, layout, out)
-    _agree(torch.equal(found, wanted), f"{subject}: decoded values differ from torch's")
 
 
 def _rows(format: str, dtype: torch.dtype, device: torch.device, rotated: bool, width: int) -> None:

@@ -253,12 +253,12 @@ def _estimated(
     from optimus_cc_ext.tools.doctor.estimate import (
         OnNodes,
         bytes_by_class,
-        compression_memory,
         gpt_from,
         places_of,
         tokens_of,
         without_gain,
     )
+    from optimus_cc_ext.tools.doctor.memory import compression_memory
     from optimus_cc_ext.tools.doctor.shapes import NotBuilt
     from optimus_cc_ext.tools.doctor.tokens import about_dispatchers
     from optimus_cc_ext.tools.doctor.verdict import in_words, memory_bytes, schedule_from

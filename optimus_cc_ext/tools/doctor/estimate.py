@@ -8,9 +8,6 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from optimus_cc_ext.announce import COMMUNICATORS, COMPRESSION_STATE, MESSAGE_BUFFERS
-from optimus_cc_ext.collectives.exact import ExactPlan
-from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.legs import Bytes, Span, all_reduce, bytes_of
 from optimus_cc_ext.collectives.messages import Formats
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels, Node
@@ -19,16 +16,12 @@ from optimus_cc_ext.config.classes import TrafficClass, classes_among
 from optimus_cc_ext.config.presets import Layout, saves_nothing
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.placement import Placement
-from optimus_cc_ext.slots import Exchanged, slot_bytes, slots_bytes
 from optimus_cc_ext.techniques.bucket_plan import BucketRecord, BucketRules, GroupPlan, ParameterRecord
 from optimus_cc_ext.techniques.crossing import left_dense, levels_of_experts, levels_of_group
-from optimus_cc_ext.techniques.fused_embedding_sync import legs_of_sum, plan_of_union, union_ranks
+from optimus_cc_ext.techniques.fused_embedding_sync import legs_of_sum, union_ranks
 from optimus_cc_ext.techniques.grid import RankPlace
-from optimus_cc_ext.techniques.groups import communicator_bytes
-from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan
 from optimus_cc_ext.techniques.messages import LinkPlan, message_bytes
 from optimus_cc_ext.techniques.schedule import Message, Schedule
-from optimus_cc_ext.techniques.state import state_dtype
 from optimus_cc_ext.tools.doctor.shapes import NotBuilt, stages_of
 from optimus_cc_ext.tools.doctor.tokens import NO_EXPERT_LAYERS, ExpertLayers, Tokens, away
 
@@ -202,7 +195,7 @@ def _transfers(
         yield traffic, raw, sent
     yield from _of_tokens(gpt, layout, config, schedule, on)
     for stage in range(layout.stages):
-        for plan in _plans(gpt, layout, config, stage, on):
+        for plan in plans_of(gpt, layout, config, stage, on):
             reduced, (raw, sent) = plan.bytes_by_class(plan.compresses), plan.gathered
             yield from ((traffic, nbytes, reduced[traffic]) for traffic, nbytes in plan.vanilla.items())
             yield classes.PARAM_GATHER, raw, sent if sent.sent else raw
@@ -244,15 +237,15 @@ def _of_fused(plan: GroupPlan, layout: Layout, config: OptimusConfig, on: OnNode
     dtype, sharded = plan.buckets[0].record.dtype, layout.distributed_optimizer
     numel = plan.tied_bytes // dtype.itemsize // (layout.owners if sharded else 1)
     union = None if sharded else Span(2 * layout.data_parallel, on.beside_in_union)
-    return bytes_of(legs_of_sum(numel, dtype, _formats(config, on), on.pair, union, on.union))
+    return bytes_of(legs_of_sum(numel, dtype, embedding_formats(config, on), on.pair, union, on.union))
 
 
-def _formats(config: OptimusConfig, on: OnNodes) -> Formats | None:
+def embedding_formats(config: OptimusConfig, on: OnNodes) -> Formats | None:
     """Return the block formats of a tied embedding; None: dense."""
     return None if classes.EMBEDDING in on.left_dense else Formats.of(config.format_of(classes.EMBEDDING))
 
 
-def _links(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan, int]]:
+def links_of(config: OptimusConfig, schedule: Schedule) -> Iterator[tuple[LinkPlan, int]]:
     """Yield (plan, receiving stage) of each link between stages that carries activation gradients."""
     for stage in range(schedule.stages):
         if schedule.messages(stage) and (stage < schedule.stages - 1 or schedule.chunks > 1):
@@ -271,7 +264,7 @@ def _pipeline(
         compressed = config.is_on(classes.PIPELINE_BACKWARD) and plan.compresses(message, gpt.message)
         return plan.message_bytes(gpt.message, dtype) if compressed else dense
 
-    links = [(plan, message) for plan, stage in _links(config, schedule) for message in schedule.messages(stage)]
+    links = [(plan, message) for plan, stage in links_of(config, schedule) for message in schedule.messages(stage)]
     raw = dense * len(links)
     return raw, raw if traffic in on.left_dense else sum(sent_bytes(*each) for each in links)
 
@@ -281,7 +274,7 @@ def _compressed_stage(config: OptimusConfig, stage: int) -> bool:
     return config.is_on(classes.DP_GRADIENTS) and (not isinstance(named, int) or stage < named)
 
 
-def _plans(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes) -> list[GroupPlan]:
+def plans_of(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: OnNodes) -> list[GroupPlan]:
     """Plan a stage as one bucket, with the distributed optimizer a tied embedding as another, and routed experts that
     not every replica holds as a third one over their own replicas. Megatron uses more buckets, which changes little.
     """
@@ -319,68 +312,6 @@ def _bucket(gpt: Gpt, layout: Layout, ranks: int, parameters: Sequence[Parameter
         parameter_dtype=gpt.parameter_dtype,
         parameters=[dataclasses.replace(each, start=at) for each, at in zip(parameters, starts, strict=False)],
     )
-
-
-def compression_memory(
-    gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule, on: OnNodes = UNKNOWN, *, nccl: bool
-) -> dict[str, int]:
-    """Return the bytes of memory that compression takes, by kind. The rank that needs most of a kind counts.
-
-    Residuals and low-rank factors are kept twice, so that a step can be repeated. Block formats keep no state across
-    iterations, and with lazy error propagation the residual of one message within an iteration.
-
-    Args:
-        nccl: True if NCCL runs the collectives; the bytes of its communicators are an upper bound.
-    """
-    dtype = state_dtype(config.compression_state_dtype)
-    links = _links(config, schedule) if config.is_on(classes.PIPELINE_BACKWARD) else ()
-    senders = {plan.sending_stage for plan, stage in links if any(
-        plan.compresses(message, gpt.message) for message in schedule.messages(stage)
-    )}  # fmt: skip
-    width = gpt.pipeline_dtype.itemsize if config.lazy_error_propagation else 0
-    width = 2 * dtype.itemsize if config.remembers(classes.PIPELINE_BACKWARD) else width
-    link = schedule.chunks * gpt.message.numel() * width
-    stages = [_plans(gpt, layout, config, stage, on) for stage in range(layout.stages)]
-    reductions = [[bucket.compressed for plan in plans for bucket in plan.buckets] for plans in stages]
-    states = (sum(r.state_bytes(dtype) for r in found if isinstance(r, LowRankPlan)) for found in reductions)
-    union = nccl and config.is_on(classes.EMBEDDING) and not layout.distributed_optimizer
-    return {
-        COMPRESSION_STATE: max(nbytes + link * (stage in senders) for stage, nbytes in enumerate(states)),
-        MESSAGE_BUFFERS: max(_messages(plans, gpt, layout, config, on) for plans in stages),
-        COMMUNICATORS: communicator_bytes(2 * layout.data_parallel) if union else 0,
-    }
-
-
-def _messages(plans: Sequence[GroupPlan], gpt: Gpt, layout: Layout, config: OptimusConfig, on: OnNodes) -> int:
-    """Return a rank's bytes for messages of its gradients and parameters, and for a slice's old values."""
-    found, inside, change, formats, dtype = 0, 0, 0, _formats(config, on), gpt.gradient_dtype
-    gradients, parameters, embedding = list[Exchanged](), list[Exchanged](), list[Exchanged]()
-    for bucket in (bucket for plan in plans for bucket in plan.buckets):
-        reduction, gather = bucket.compressed, bucket.gather
-        if isinstance(reduction, LowRankPlan):
-            found += reduction.wire_bytes
-        elif isinstance(reduction, ExchangePlan):
-            gradients.append(Exchanged(reduction.slice_bytes, gpt.overlaps_gradients))
-            inside = max(inside, reduction.inside_bytes)
-        if gather is not None:
-            parameters.append(Exchanged(gather.gather_bytes, gpt.overlaps_parameters))
-            width = gpt.parameter_dtype.itemsize
-        if isinstance(gather, ExactPlan):
-            found += sum(gather.kept)
-            change = max(change, max((span.stop - span.start for span in gather.spans), default=0) * width)
-        elif gather is not None:
-            found += gather.message_bytes[0]
-            change = max(change, max(sum(n for _, n in layout.spans(0)) for layout in gather.layouts) * width)
-    for numel in (plan.tied_bytes // dtype.itemsize for plan in plans if plan.tied_bytes):
-        if config.is_on(classes.EMBEDDING) and formats is not None:
-            if layout.distributed_optimizer:
-                found += 2 * message_bytes(formats.gradients, numel // layout.owners, dtype)
-            else:
-                union = plan_of_union(
-                    numel, dtype, 2 * layout.data_parallel, formats, on.union, 0, slot_bytes(config.message_memory)
-                )
-                embedding.append(Exchanged(union.slice_bytes, together=False))
-    return found + inside + change + slots_bytes((gradients, parameters, embedding))
 
 
 def without_gain(gpt: Gpt, layout: Layout, config: OptimusConfig, schedule: Schedule) -> list[str]:

@@ -40,6 +40,7 @@ _HOW = {
     "fp8-param-gather": "fp8_gather", "tp-comm-overlap": "tp_overlap",
     "overlap-moe-expert-parallel-comm": "expert_overlap",
     "moe-shared-expert-overlap": "shared_expert_overlap",
+    "ddp-reduce-scatter-with-fp32-accumulation": "sums_in_fp32",
     "account-for-embedding-in-pipeline-split": "embedding_slot", "account-for-loss-in-pipeline-split": "loss_slot",
 }  # fmt: skip
 """Flags, each with the field of `Model`, `Mixture`, `Latent` or `Job` that it sets."""

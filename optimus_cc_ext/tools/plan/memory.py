@@ -10,10 +10,18 @@ from typing import NamedTuple
 
 from optimus_cc_ext.announce import COMPRESSION_STATE, MESSAGE_BUFFERS
 from optimus_cc_ext.compressors import formats
-from optimus_cc_ext.compressors.formats import block_format, format_named, section_bytes
+from optimus_cc_ext.compressors.formats import (
+    BLOCK,
+    DENSE_ROWS,
+    ROWS,
+    RUN_BYTES,
+    block_format,
+    format_named,
+    section_bytes,
+)
 from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.classes import TrafficClass, classes_among
-from optimus_cc_ext.slots import GRAIN, Exchanged, check_slot, slices, slot_bytes, slots_bytes
+from optimus_cc_ext.slots import GRAIN, SLOTS, Exchanged, check_slot, slices, slot_bytes, slots_bytes
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant
 from optimus_cc_ext.tools.plan.model import Job
@@ -47,6 +55,12 @@ class _Exchanged(NamedTuple):
     before: float = 0.0
     """Bytes of the old values of a slice."""
 
+    inside: int = 0
+    """Bytes in which gradients of 16 bits are added up inside a node, in fp32."""
+
+    tables: float = 0.0
+    """Bytes of the kernels' tables, without those that it shares with another exchange."""
+
     @property
     def slices(self) -> list[int]:
         """Bytes of memory for each slice: of gradients in both directions."""
@@ -54,19 +68,22 @@ class _Exchanged(NamedTuple):
 
 
 def _message_buffers(job: Job, config: OptimusConfig, per_node: int) -> float:
-    """Return the bytes of slots on a rank of the first stage, of its unsent messages, and of a slice's old values."""
+    """Return the bytes of slots on a rank of the first stage, of its unsent messages, of a slice's old values, and of
+    the kernels' tables.
+    """
     found = _exchanges(job, config, per_node)
     kinds = dict[TrafficClass, list[Exchanged]]()
     for each in found:
         kinds.setdefault(each.kind, []).append(Exchanged(each.slices, each.together))
-    beside, before = sum(each.beside for each in found), max((each.before for each in found), default=0.0)
+    beside = sum(each.beside + each.tables for each in found)
+    shared = sum(max((getattr(each, name) for each in found), default=0) for name in ("before", "inside"))
     if config.format_of(classes.DP_GRADIENTS) == "low-rank":
         # Vectors are sent with P.
         other = job.parameters_on(0) + (0 if job.ep > 1 else job.routed_on(0))
         beside += job.gradient_bytes * (
             other + sum(count * (r * (n + m) - n * m) for n, m, r, count in _low_rank(job, config))
         )
-    return slots_bytes(kinds.values()) + beside + before
+    return slots_bytes(kinds.values()) + beside + shared
 
 
 def _low_rank(job: Job, config: OptimusConfig) -> list[tuple[int, int, int, float]]:
@@ -104,7 +121,9 @@ def enough_memory(cluster: Cluster, job: Job, config: OptimusConfig, seconds: fl
 
 def _exchanges(job: Job, config: OptimusConfig, per_node: int) -> list[_Exchanged]:
     """Return the exchanges in blocks, and the gathers, of a rank of the first stage."""
-    sharded, embedding, limit = job.distributed_optimizer, job.embeddings_on(0), slot_bytes(config.message_memory)
+    sharded, embedding = job.distributed_optimizer, job.embeddings_on(0)
+    in_fp32 = job.sums_in_fp32 and sharded
+    limit = slot_bytes(config.message_memory, SLOTS + in_fp32)  # sums in fp32 take the memory of one slot
     tied = embedding if job.shares_embedding and job.pp > 1 else 0
     fused, routed = config.is_on(classes.EMBEDDING) and tied > 0, job.routed_on(0)
     other = job.parameters_on(0) + (0 if job.ep > 1 else routed)
@@ -137,28 +156,40 @@ def _exchanges(job: Job, config: OptimusConfig, per_node: int) -> list[_Exchange
             rail = Group(group.ranks // members, 1, members * group.rings) if members > 1 else group
             alone = of is classes.EMBEDDING and not sharded
             nbytes = _sliced(form, coded, plain, job.gradient_bytes, rail.ranks, limit)
+            value = members * job.gradient_bytes + 4
+            inside = min(math.ceil(values / group.ranks), limit // value) * value
             found.append(
                 _Exchanged(
                     of if alone else classes.DP_GRADIENTS, rail, nbytes, job.overlap_grad_reduce and not alone,
                     2 * shard * bits_of(form) / 8 if of is classes.EMBEDDING and sharded else 0.0,
+                    inside=inside if in_fp32 and members > 1 and job.gradient_bytes < 4 else 0,
+                    tables=_tables(rail.ranks, coded, plain),
                 )
             )  # fmt: skip
         if sharded and not dense(gathered, classes.PARAM_GATHER, group):
             width = job.value_bytes
             if gathered == formats.EXACT:
                 nbytes = [min(width * values, limit)] * math.ceil(width * values / limit)
-                beside = formats.EXACT_KEPT_BITS / 8 * shard
+                beside, tables = formats.EXACT_KEPT_BITS / 8 * shard, 0.0
             else:
                 nbytes = _sliced(gathered, job.instances * coded, job.instances * plain, width, owners, limit)
                 beside = sum(nbytes) / owners
+                shapes = (classes.DP_GRADIENTS, group, len(nbytes))
+                alike = bool(found) and (found[-1].kind, found[-1].group, len(found[-1].nbytes)) == shapes
+                tables = 0.0 if alike else _tables(owners, job.instances * coded, job.instances * plain)
             of_owners = Group.strided(owners, job.replica_stride if group is replicas else job.expert_stride, per_node)
             found.append(
                 _Exchanged(
                     classes.PARAM_GATHER, of_owners, nbytes, job.overlap_param_gather, beside,
-                    width * shard / len(nbytes),
+                    width * shard / len(nbytes), tables=tables,
                 )
             )  # fmt: skip
     return found
+
+
+def _tables(messages: int, coded: float, plain: float) -> float:
+    """Return the bytes of the kernels' tables for messages of so many encoded and dense values."""
+    return RUN_BYTES * messages * (coded / ROWS + plain / DENSE_ROWS) / BLOCK
 
 
 def _sliced(form: str, coded: float, plain: float, width: int, ranks: int, limit: int) -> list[int]:
@@ -169,7 +200,7 @@ def _sliced(form: str, coded: float, plain: float, width: int, ranks: int, limit
     def nbytes(blocks: int, values: int) -> int:
         return ranks * section_bytes(blocks, values, format_named(form).code_bytes, width)[2]
 
-    blocks, values = math.ceil(coded / formats.BLOCK), math.ceil(plain)
+    blocks, values = math.ceil(coded / BLOCK), math.ceil(plain)
     if 2 * nbytes(blocks, values) <= limit:
         return [nbytes(blocks, values)]
     check_slot(2 * nbytes(1, 1), limit, f"one block to each of {ranks} ranks")

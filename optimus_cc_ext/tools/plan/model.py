@@ -82,6 +82,9 @@ class Job:
     gradient_bytes: int = 4
     """Bytes of one value in the gradient buffer; Megatron uses fp32 by default."""
 
+    sums_in_fp32: bool = False
+    """True if gradients in 16 bits are added up in fp32 (`--ddp-reduce-scatter-with-fp32-accumulation`)."""
+
     accumulation: Literal["fused", "added", "cast"] = "fused"
     """The way in which a micro-batch's gradient gets into the buffer: `fused`, added by the GEMM itself; `added`, by a
     kernel of its own (`--no-gradient-accumulation-fusion`); `cast`, by a kernel that casts and another that adds.
