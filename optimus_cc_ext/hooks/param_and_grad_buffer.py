@@ -225,7 +225,7 @@ def _start_grad_sync(
             _count(session, buckets.plan, buckets.plan.vanilla)
         return
     flats = buckets.gradients
-    with _single_rank_group(session, bucket_group, buckets.plan):
+    with _single_rank_group(session, bucket_group, buckets.plan, sums=True):
         original()
     if bucket_group.grad_reduce_handle is not None:
         # Even over one rank, Megatron's collective may still write the buffer; our reduction must not run beside it.
@@ -300,8 +300,12 @@ def _count(session: Session, plan: GroupPlan, sent: dict[TrafficClass, Bytes]) -
 
 
 @contextmanager
-def _single_rank_group(session: Session, bucket_group: Any, plan: GroupPlan) -> Iterator[None]:
-    """Lend the bucket group a single-rank process group, in which this rank's only shard is the whole buffer."""
+def _single_rank_group(session: Session, bucket_group: Any, plan: GroupPlan, *, sums: bool = False) -> Iterator[None]:
+    """Lend the bucket group a single-rank process group, in which this rank's only shard is the whole buffer.
+
+    Args:
+        sums: True if gradients are reduced, and not parameters gathered.
+    """
     assert session.alone is not None, "the session was placed without a group of its own"
     lent: dict[str, Any] = {replaced_group(plan.rules.sharded): session.alone}
     if plan.rules.sharded:
@@ -311,14 +315,20 @@ def _single_rank_group(session: Session, bucket_group: Any, plan: GroupPlan) -> 
             "cached_grad_buffer_shard_list": [None] * len(bucket_group.buckets),
             "cached_param_buffer_shard_list": [None] * len(bucket_group.buckets),
         }
-    if plan.rules.instances > 1:
+    in_fp32 = sums and plan.rules.in_fp32
+    if plan.rules.instances > 1 or in_fp32:
         # With one instance Megatron makes no all-reduce between instances, and returns a handle instead of using a
         # stream of its own.
-        lent["ddp_config"] = copy.copy(bucket_group.ddp_config)
-        lent["ddp_config"].num_distributed_optimizer_instances = 1
-    own = {name: getattr(bucket_group, name) for name in lent}
+        config = lent["ddp_config"] = copy.copy(bucket_group.ddp_config)
+        config.num_distributed_optimizer_instances = 1
+    if in_fp32:
+        # Megatron's sum in fp32 copies the bucket, also over one rank; its all-reduce, without shards, does not.
+        config.use_distributed_optimizer = False
+        lent[replaced_group(sharded=False)] = session.alone
     scales = [bucket.gradient_scaling_factor for bucket in bucket_group.buckets]
-    vars(bucket_group).update(lent)
+    patches = Patches()
+    for name, value in lent.items():
+        patches.replace(bucket_group, name, value)
     if bucket_group.ddp_config.average_in_collective:
         # An average over one rank divides by 1, so the division that Megatron leaves to the collective is done before
         # it.
@@ -327,6 +337,6 @@ def _single_rank_group(session: Session, bucket_group: Any, plan: GroupPlan) -> 
     try:
         yield
     finally:
-        vars(bucket_group).update(own)
+        patches.close()
         for bucket, scale in zip(bucket_group.buckets, scales, strict=True):
             bucket.gradient_scaling_factor = scale
