@@ -5,7 +5,7 @@ them.
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -33,10 +33,44 @@ FORMATS = {
 }  # fmt: skip
 """Our flags of each format; `fitting` leaves out flags of classes of which a layout sends nothing."""
 
+TITLES = {
+    "yours": "your flags", "balanced": "balanced: 8 bits", "DP gradients int4": "gradients in 4 bits",
+    "paper": "the paper: low rank",
+}  # fmt: skip
+"""Names of the formats on the page."""
+
+MODELS = {
+    "8.3b": "GPT 8.3B", "llama3-8b": "Llama 3 8B", "llama3-70b": "Llama 3 70B", "llama3.1-405b": "Llama 3.1 405B",
+    "qwen3-30b": "Qwen3 30B", "qwen3-235b": "Qwen3 235B", "deepseek-v3": "DeepSeek V3", "gpt-oss-120b": "GPT-OSS 120B",
+}  # fmt: skip
+"""Names of the planner's models on the page."""
+
+LOSSES = {
+    "balanced": "+0.006 % of validation loss, measured on a GPT of 7.4 million parameters",
+    "DP gradients int4": "+0.094 % of validation loss, measured on a Llama-like model of 10 million parameters",
+    "paper": "+0.995 % of validation loss, measured on a GPT of 7.4 million parameters",
+}
+"""Price of each format in loss, from docs/evidence.md."""
+
+UNDECIDED = "undecided for a mixture of experts"
+
+FIRST = "100gbe"
+"""Network that the page shows first, because a reader has something to decide there."""
+
 BATCHES = (0.25, 1, 4)
 """Factors of the job's batch. A larger batch takes fewer reductions per token."""
 
 VARIED = ("--tensor-model-parallel-size", "--global-batch-size")
+
+
+def without(words: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Return the words of a command line without these flags and their values."""
+    pairs = zip(["", *words], words, strict=False)
+    return [
+        word
+        for before, word in pairs
+        if word.partition("=")[0] not in flags and (before not in flags or word.startswith("--"))
+    ]
 
 
 @dataclass(frozen=True)
@@ -57,13 +91,7 @@ class Question:
 
     def megatron(self, tp: int, batch: int) -> list[str]:
         """Return Megatron's flags with another tensor-parallel size and batch."""
-        kept, words = [], iter(self.flags)
-        for word in words:
-            if word in VARIED:
-                next(words)
-            elif not word.startswith(tuple(f"{flag}=" for flag in VARIED)):
-                kept.append(word)
-        return [*kept, VARIED[0], str(tp), VARIED[1], str(batch)]
+        return [*without(self.flags, VARIED), VARIED[0], str(tp), VARIED[1], str(batch)]
 
 
 @dataclass(frozen=True)
@@ -102,6 +130,7 @@ class Cell:
 class PlanGrid:
     """All points of a grid, and the values of its axes."""
 
+    model: str
     title: str
     typed: str
     """The beginning of each point's command, up to the model."""
@@ -114,6 +143,9 @@ class PlanGrid:
     """Network, replicas, batch and format of the point that the page shows first."""
 
     cells: tuple[Cell, ...]
+    """Points, in the order of network, replicas, batch and format."""
+
+    mixture: bool = False
 
     def command(self, cell: Cell) -> str:
         """Return the command that plans one point."""
@@ -122,12 +154,12 @@ class PlanGrid:
     def table(self) -> Table:
         """Return one row for each point."""
         columns = (
-            "network", "replicas on a node", "batch", "format", "vanilla s", "seconds", "gain %", "from %", "to %",
-            "verdict", "command or reason",
+            "model", "network", "replicas on a node", "batch", "format", "vanilla s", "seconds", "gain %", "from %",
+            "to %", "verdict", "command or reason",
         )  # fmt: skip
         rows = [
             (
-                cell.network, cell.replicas, cell.batch, cell.format, *cell.numbers,
+                self.model, cell.network, cell.replicas, cell.batch, cell.format, *cell.numbers,
                 cell.gain.verdict if cell.gain else "", self.command(cell) if cell.gain else cell.reason,
             )
             for cell in self.cells
@@ -135,25 +167,27 @@ class PlanGrid:
         return Table(columns, rows, title=self.title, name="grid")
 
     def lookup(self) -> dict[str, Any]:
-        """Return the axes, the points by network, replicas, batch and format, and the parts of their commands, as the
-        page looks them up.
+        """Return the axes, the points, and the parts of their commands, as the page looks them up.
+
+        A point is vanilla's seconds, the gain as planned, at least and at most in percent, the word of its answer, and
+        the place of its flags; a point without a plan is the place of its reason.
         """
         ours = list(dict.fromkeys(cell.flags for cell in self.cells))
+        reasons = list(dict.fromkeys(cell.reason for cell in self.cells if not cell.gain))
+        replicas, batches = ({str(each): each for each in numbers} for numbers in (self.replicas, self.batches))
+        titles = {form: TITLES.get(form, form) for form in self.formats}
         return {
-            "axes": {
-                "network": self.networks, "replicas": self.replicas, "batch": self.batches, "format": self.formats
-            },
-            "start": self.start,
-            "points": {
-                "|".join(map(str, (cell.network, cell.replicas, cell.batch, cell.format))): [
-                    *cell.numbers, cell.gain.verdict, ours.index(cell.flags)
-                ] if cell.gain else cell.reason
+            "model": self.model, "title": self.title, "start": self.start,
+            "axes": {"net": self.networks, "replicas": replicas, "batch": batches, "format": titles},
+            "points": [
+                [cell.numbers[0], *cell.numbers[2:], cell.gain.word, ours.index(cell.flags)] if cell.gain
+                else reasons.index(cell.reason)
                 for cell in self.cells
-            },
-            "typed": self.typed,
+            ],
+            "reasons": reasons, "typed": self.typed, "flags": ours,
+            "losses": {form: UNDECIDED if self.mixture else LOSSES.get(form, "") for form in self.formats},
             "link": {network: _link(network) for network in self.networks},
             "megatron": {f"{cell.replicas}|{cell.batch}": cell.megatron for cell in self.cells if cell.gain},
-            "flags": ours,
         }  # fmt: skip
 
 
@@ -173,10 +207,13 @@ def planned_grid(question: Question, progress: Callable[[int, int], None]) -> Pl
     cluster = question.cluster
     job, _ = job_of(question.flags, question.gpus, question.model)
     per_node = cluster.gpus_per_node
+    here = Group.strided(job.replicas, job.replica_stride, per_node).per_node
     replicas = tuple(n for n in (1, 2, 4, 8, 16) if n <= per_node and per_node % n == 0)
+    if mixture := job.model.mixture is not None:
+        replicas = (here,)  # another tensor-parallel size would spread the experts over other nodes
     batches = tuple(dict.fromkeys(max(1, int(job.batch * factor)) for factor in BATCHES))
     networks = dict(NETWORKS)
-    own, first = cluster.network.name, "hdr1"
+    own, first = cluster.network.name, FIRST
     if cluster.network not in map(network_of, NETWORKS):
         networks[own], first = own, own
     formats = ({"yours": " ".join(question.own)} if question.own else {}) | FORMATS
@@ -185,11 +222,10 @@ def planned_grid(question: Question, progress: Callable[[int, int], None]) -> Pl
         progress(done, len(places))
         cells += _cells(question, network, count, batch, formats, job.replica_stride // job.tp)
     model = question.model or f"{job.model.parameters / 1e9:.1f}B parameters"
-    title = f"{model} on {question.gpus} x {cluster.gpu.name}"
-    here = Group.strided(job.replicas, job.replica_stride, per_node).per_node
+    title = f"{MODELS.get(model, model)} on {question.gpus} {cluster.gpu.name}s"
     start = first, here if here in replicas else replicas[0], job.batch, next(iter(formats))
     typed = shlex.join(["optimus-cc", "plan", *question.typed])
-    return PlanGrid(title, typed, networks, replicas, batches, tuple(formats), start, tuple(cells))
+    return PlanGrid(model, title, typed, networks, replicas, batches, tuple(formats), start, tuple(cells), mixture)
 
 
 def _cells(

@@ -1,76 +1,83 @@
 """Files of a grid of plans: a page on which a reader chooses a point, CSV, and a picture."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from optimus_cc_ext.tools.data.output import write_whole
 from optimus_cc_ext.tools.plan import PlanError
-from optimus_cc_ext.tools.report.document import Fragment, ReportDocument
-from optimus_cc_ext.tools.report.pictures import INK, PALETTE, panels, tidy
+from optimus_cc_ext.tools.report.document import Fragment, Picture, ReportDocument
+from optimus_cc_ext.tools.report.pictures import INK, SHADES, panels, tidy
 from scripts.planned.grid import PlanGrid
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["check_grid_file", "grid_picture", "write_grid"]
+__all__ = ["check_grid_file", "grid_picture", "write_grids"]
 
 LEAD = (
-    "Planned, not measured: no training on several GPUs has been run yet. Computation and links were compared with "
-    "published runs. What compression costs is assumed from the bytes that it moves, so every gain has a band: lines "
-    "at 3/4 to 4/3 of their rate, compression at half to twice its assumed cost, computation off by the error on "
-    "published runs."
+    "Planned, not measured: no training on several GPUs of a cluster has been timed. A band is the range of the gain "
+    "if lines reach 3/4 to 4/3 of their rate, compression costs half to twice what is assumed, and computation is off "
+    "by the planner's error on published runs."
 )
 
 
-def grid_picture(grid: PlanGrid) -> "Figure":
+def grid_picture(grid: PlanGrid) -> Picture:
     """Draw the gain of the first format with the job's batch, over the networks and by replicas on a node."""
     _, _, batch, form = grid.start
-    figure, ((axes,),) = panels(1, 1, 8.4, 3.9)
-    for place, count in enumerate(grid.replicas):
-        shade, aside = PALETTE[place], 0.17 * (place - 0.5 * (len(grid.replicas) - 1))
-        found = {cell.network: cell for cell in grid.cells
-                 if (cell.replicas, cell.batch, cell.format) == (count, batch, form)}  # fmt: skip
-        label = f"{count} replica{'s' if count > 1 else ''} on a node"
-        for x, network in enumerate(grid.networks):
-            if gain := found[network].gain:
-                axes.plot([x + aside] * 2, [100 * gain.least, 100 * gain.most], color=shade, lw=4, alpha=0.4,
+    found = {
+        (cell.network, cell.replicas): cell.gain
+        for cell in grid.cells
+        if (cell.batch, cell.format) == (batch, form) and cell.gain
+    }
+    networks, paying = list(grid.networks), {network for (network, _), gain in found.items() if gain.most > 0}
+    last = max((place for place, name in enumerate(networks) if name in paying), default=0)
+    shown, zeros = networks[: last + 1], [grid.networks[name] for name in networks[last + 1 :]]
+    figure, ((axes,),) = panels(1, 1, 8.4, 3.6)
+    said = []
+    for x, network in enumerate(shown):
+        for place, count in enumerate(grid.replicas):
+            if gain := found.get((network, count)):
+                at, shade = x + 0.19 * (place - 0.5 * (len(grid.replicas) - 1)), SHADES[min(place, len(SHADES) - 1)]
+                axes.plot([at] * 2, [100 * gain.least, 100 * gain.most], color=shade, lw=5, alpha=0.45,
                           solid_capstyle="butt")  # fmt: skip
-                axes.plot(x + aside, 100 * gain.planned, "o", color=shade, ms=5, label=label)
-                label = "_again"  # matplotlib leaves labels that begin with _ out of the legend
+                axes.plot(at, 100 * gain.planned, "o", color=shade, ms=5)
+                if x == 0:
+                    axes.annotate(f"{count}", (at, 100 * gain.most), (0, 4), textcoords="offset points", ha="center",
+                                  fontsize="small", color=INK)  # fmt: skip
+        gains = [100 * gain.planned for (net, _), gain in found.items() if net == network]
+        said += [f"{grid.networks[network]}: {min(gains):.0f} to {max(gains):.0f} %"] if gains else []
     axes.axhline(0, color=INK, lw=0.8)
-    axes.set_xticks(range(len(grid.networks)), list(grid.networks.values()))
-    axes.set_xlabel("lines of a node, which all of its GPUs share")
+    axes.set_xticks(range(len(shown)), [grid.networks[name] for name in shown])
+    axes.set_xlabel("lines of a node, which all of its GPUs share" + (
+        f"; nothing is saved on {', '.join(zeros)}" if zeros else ""
+    ))  # fmt: skip
     axes.set_ylabel("% of vanilla's seconds saved")
-    axes.legend(frameon=False, fontsize="small")
-    tidy(axes, f"Planned gain of {form}: {grid.title}, batch {batch:,}")
-    return figure
+    title = f"Seconds saved by {form}, planned: {grid.title}. Numbers: replicas on a node"
+    tidy(axes, title)
+    rest = [f"{', '.join(zeros)}: 0 %"] if zeros else []
+    return Picture("planned gain", figure, f"{title}. {'; '.join([*said, *rest])}.")
 
 
-def _html(path: Path, grid: PlanGrid) -> None:
+def _html(path: Path, grids: Sequence[PlanGrid]) -> None:
     template = Path(__file__).with_name("grid.html").read_text(encoding="utf-8")
     # A script element ends at the first </, also inside a string.
-    numbers = json.dumps(grid.lookup(), separators=(",", ":")).replace("</", "<\\/")
-    write_whole(path, ReportDocument(f"Does compression help? {grid.title}", LEAD, [
-        Fragment(template.replace("NUMBERS", numbers))
-    ]).html())  # fmt: skip
+    numbers = json.dumps([grid.lookup() for grid in grids], separators=(",", ":")).replace("</", "<\\/")
+    title = "Does compression help?" if len(grids) > 1 else f"Does compression help? {grids[0].title}"
+    write_whole(path, ReportDocument(title, LEAD, [Fragment(template.replace("NUMBERS", numbers))]).html())
 
 
-def _picture(path: Path, grid: PlanGrid) -> None:
-    from matplotlib import rc_context
-
-    # Without date and random names, the same grid gives the same file.
-    with rc_context({"svg.hashsalt": "optimus-cc"}):
-        grid_picture(grid).savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+def _csv(path: Path, grids: Sequence[PlanGrid]) -> None:
+    tables = [grid.table() for grid in grids]
+    replace(tables[0], rows=[row for table in tables for row in table.rows]).write_csv(path)
 
 
-_WRITERS: dict[str, Callable[[Path, PlanGrid], None]] = {
-    ".html": _html,
-    ".csv": lambda path, grid: grid.table().write_csv(path),
-    ".svg": _picture,
-    ".png": _picture,
-}
+def _picture(path: Path, grids: Sequence[PlanGrid]) -> None:
+    picture = grid_picture(grids[0])
+    path.write_bytes(picture.files[path.suffix[1:]])
+
+
+_WRITERS: dict[str, Callable[[Path, Sequence[PlanGrid]], None]] = {
+    ".html": _html, ".csv": _csv, ".svg": _picture, ".png": _picture
+}  # fmt: skip
 
 
 def check_grid_file(path: Path) -> None:
@@ -79,7 +86,7 @@ def check_grid_file(path: Path) -> None:
         raise PlanError(f"--output {path}: give a folder, or a file that ends in {', '.join(_WRITERS)}")
 
 
-def write_grid(path: Path, grid: PlanGrid) -> None:
-    """Write the grid into a file of the kind that the suffix of `path` names."""
+def write_grids(path: Path, grids: Sequence[PlanGrid]) -> None:
+    """Write grids into a file of the kind that the suffix of `path` names; a picture shows the first one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _WRITERS[path.suffix](path, grid)
+    _WRITERS[path.suffix](path, grids)

@@ -9,7 +9,7 @@ from optimus_cc_ext.tools.plan.iteration import CLASSES, breakdown
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.variants import Variant
 from optimus_cc_ext.tools.report.document import Box, Folded, Number, Part, Picture, Points, ReportDocument
-from optimus_cc_ext.tools.report.pictures import INK, PALETTE, colour, panels, tidy
+from optimus_cc_ext.tools.report.pictures import AXIS, INK, PALETTE, colour, panels, tidy
 from optimus_cc_ext.tools.report.table import Table
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _breakdowns(job: Job, found: Sequence[Variant]) -> "Figure":
         widths = [max(0.0, part[name]) for part in parts]
         axes.barh(
             range(len(found)), widths, left=left, height=0.7, label=name,
-            color=(*PALETTE, "#b6bec8")[place % (len(PALETTE) + 1)],
+            color=(*PALETTE, AXIS)[place % (len(PALETTE) + 1)],
         )  # fmt: skip
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(found)), [v.name for v in found])

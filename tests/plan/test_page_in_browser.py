@@ -1,11 +1,8 @@
 """The page of a planned grid, opened in Chromium, shows what `optimus-cc plan` prints."""
 
-import json
 import random
 import re
-import shutil
-import subprocess
-from html import unescape
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,113 +10,122 @@ import pytest
 
 from optimus_cc_ext.tools.plan.variants import Gain
 from scripts.planned.grid import Cell, PlanGrid
-from scripts.planned.grid_files import write_grid
-from tests.plan.test_grid import numbers_of, planned
+from scripts.planned.grid_files import write_grids
+from tests.browser import Page, browser, needs_browser
+from tests.plan.test_grid import numbers_of, planned, points_of
 
 LINKED = Path(__file__).resolve().parents[2] / "docs" / "plan.html"
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(BROWSER is None, reason="the page's script needs a browser: install chromium"),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300), needs_browser]
 
-DRIVER = """<pre id="seen"></pre><script>{
+SEEN = """(() => {
 const text = selector => document.querySelector(selector).textContent;
-const seen = CLICKS.map(selectors => {
-  for (const selector of selectors) document.querySelector(selector).click();
-  return {
-    where: text("#where"), gain: text("#gain"), meaning: text("#meaning"),
-    command: document.querySelector("#command").hidden ? "" : text("#command"),
-    map: [...document.querySelectorAll("#map tr")].slice(1).map(
-      row => [...row.cells].slice(1).map(cell => cell.textContent)),
-    bars: [...document.querySelectorAll("#bars svg > text:not([text-anchor])")].map(label => label.textContent),
-    checked: [...document.querySelectorAll("input:checked")].map(input => input.value).join("|"),
-  };
-});
-document.querySelector("#seen").textContent = JSON.stringify(seen);
-}</script>
-"""
+const texts = selector => [...document.querySelectorAll(selector)].map(each => each.textContent);
+return {
+  where: text("#where"), gain: text("#gain"), meaning: text("#meaning"), command: text("#command"),
+  hidden: document.querySelector("#repeat").hidden, map: texts("#map button"), bars: texts("#bars .count"),
+  words: texts("#bars li > span:last-child"),
+  lines: texts("#bars li > :first-child"), link: document.querySelector("#link").href, address: location.href,
+  checked: [...document.querySelectorAll("input:checked")].map(input => input.value).join("|"),
+};
+})()"""
 
 
-def seen_after(page: Path, clicks: list[list[str]], folder: Path) -> list[dict[str, Any]]:
-    """Click on elements of a copy of `page`; return its texts after each list of selectors in `clicks`."""
-    copy = folder / "driven.html"
-    copy.write_text(page.read_text().replace("</body>", DRIVER.replace("CLICKS", json.dumps(clicks)) + "</body>"))
-    words = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    ran = subprocess.run(
-        [*words, "--dump-dom", copy.as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )  # fmt: skip
-    found = re.search(r'<pre id="seen">(.*?)</pre>', ran.stdout, re.DOTALL)
-    assert found and found[1], ran.stderr[-2000:]
-    seen: list[dict[str, Any]] = json.loads(unescape(found[1]))
-    return seen
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("browser")) as tab:
+        yield tab
 
 
-def radio(name: str, value: str) -> str:
-    return f'input[name="{name}"][value="{value}"]'
+def choose(page: Page, **chosen: str) -> dict[str, Any]:
+    """Click on the inputs with these names and values; return what the page shows then."""
+    for name, value in chosen.items():
+        page.run(f"""document.querySelector('input[name="{name}"][value="{value}"]').click()""")
+    return dict(page.run(SEEN))
 
 
 def number(text: str) -> float:
-    return float(text.replace("\N{MINUS SIGN}", "-"))
+    return float(text.replace("\N{MINUS SIGN}", "-").replace(",", ""))
 
 
 # The page shows one digit of numbers that `plan` prints with two.
 ROUNDING = 0.0501
-
-MEANING = re.compile(r"Between (\S+) and (\S+) %: it .*\. Vanilla takes (\S+) s per iteration, (.+?) (\S+) s\. .*")
+MEANING = re.compile(r"Between (\S+) and (\S+) % less time\. Vanilla takes (\S+) s an iteration, this (\S+) s\..*")
 
 
 def test_chosen_points_of_the_linked_page_show_what_their_command_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    page: Page, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    numbers = numbers_of(LINKED)
-    keys = random.Random(43).sample(sorted(numbers["points"]), 4)
-    clicks = [[radio(*pair) for pair in zip(numbers["axes"], key.split("|"), strict=True)] for key in keys]
-    # The last point keeps batch and format, and is chosen in the map.
-    keys.append("|".join(("10gbe", "8", *keys[-1].split("|")[2:])))
-    clicks.append(['td[data-network="10gbe"][data-replicas="8"]'])
-    for key, seen in zip(keys, seen_after(LINKED, clicks, tmp_path), strict=True):
-        assert seen["checked"] == key
-        vanilla, gain, least, most = planned(seen["command"], capsys)
-        said = MEANING.fullmatch(seen["meaning"])
-        assert said and said[4] == key.split("|")[-1], seen["meaning"]
-        more = " % more time" if gain <= -0.05 else " % less time"
-        shown = [number(text) for text in (seen["gain"].removesuffix(more), said[1], said[2])]
-        assert shown == pytest.approx([abs(gain), least, most], abs=ROUNDING), seen["command"]
-        assert number(said[3]) == pytest.approx(vanilla, rel=1e-4)
-        assert number(said[5]) == pytest.approx(vanilla * (1 - gain / 100), rel=2e-4)
+    grids = numbers_of(LINKED)
+    assert [grid["model"] for grid in grids] == ["llama3-8b", "llama3-70b", "qwen3-30b"]
+    page.open(LINKED)
+    chance = random.Random(43)
+    for grid in grids:
+        for key, point in chance.sample([(k, p) for k, p in points_of(grid).items() if not isinstance(p, str)], 2):
+            seen = choose(page, model=grid["model"], **dict(zip(grid["axes"], key.split("|"), strict=True)))
+            assert seen["checked"] == f"{grid['model']}|{key}"
+            vanilla, gain, least, most = planned(seen["command"], capsys)
+            said = MEANING.fullmatch(seen["meaning"])
+            assert said, seen["meaning"]
+            assert seen["gain"].lower().startswith(f"{point[4]}: ")
+            if abs(gain) >= 0.1:
+                amount, *_ = seen["gain"].partition(": ")[2].split(" ")
+                assert number(amount) == pytest.approx(abs(gain), abs=ROUNDING)
+                assert ("more time" in seen["gain"]) is (gain < 0)
+            assert [number(text) for text in said.groups()[:2]] == pytest.approx([least, most], abs=ROUNDING)
+            assert number(said[3]) == pytest.approx(vanilla, rel=6e-3)
+            assert number(said[4]) == pytest.approx(vanilla * (1 - gain / 100), rel=6e-3)
 
 
-def test_map_and_bars_show_the_points_of_all_networks_with_the_chosen_batch_and_format(tmp_path: Path) -> None:
-    numbers = numbers_of(LINKED)
-    lines, replicas = numbers["axes"]["network"], numbers["axes"]["replicas"]
-    (seen,) = seen_after(
-        LINKED, [[radio("batch", "64"), radio("format", "DP gradients int4"), radio("replicas", "2")]], tmp_path
-    )
-    gains = [[numbers["points"][f"{line}|{count}|64|DP gradients int4"][2] for line in lines] for count in replicas]
-    assert [[number(cell) for cell in row] for row in seen["map"]] == [
-        pytest.approx(row, abs=ROUNDING) for row in gains
+def test_map_and_bars_show_the_points_of_all_networks_with_the_chosen_batch_and_format(page: Page) -> None:
+    grid = numbers_of(LINKED)[0]
+    lines, replicas, points = grid["axes"]["net"], [*grid["axes"]["replicas"]], points_of(grid)
+    page.open(LINKED)
+    seen = choose(page, batch="64", format="DP gradients int4", replicas="2")
+    found = [[points[f"{line}|{count}|64|DP gradients int4"] for count in replicas] for line in lines]
+    shown = [label.split(" ") for label in seen["map"]]
+    expected = [point for row in found for point in row]
+    assert [word for word, _ in shown] == [point[4] for point in expected]
+    assert [number(gain) for _, gain in shown] == pytest.approx([point[1] for point in expected], abs=ROUNDING)
+    mine = [row[replicas.index("2")] for row in found]
+    assert seen["lines"] == list(lines.values()) and seen["words"] == [point[4] for point in mine]
+    bars = [
+        [number(text) for text in bar.replace("(", "").replace(")", "").split(" ") if text != "to"]
+        for bar in seen["bars"]
     ]
-    assert seen["bars"][::2] == list(lines.values())
-    assert [number(label) for label in seen["bars"][1::2]] == pytest.approx(gains[replicas.index(2)], abs=ROUNDING)
+    assert bars == [pytest.approx(point[1:4], abs=ROUNDING) for point in mine]
 
 
-def test_a_loss_and_a_point_without_a_plan_are_shown_as_such(tmp_path: Path) -> None:
+def test_the_page_opens_where_there_is_something_to_decide_and_a_link_keeps_the_choice(page: Page) -> None:
+    page.open(LINKED)
+    first = page.run(SEEN)
+    assert first["gain"].startswith("Yes: ") and "100 GbE" in first["where"]
+    chosen = choose(page, model="qwen3-30b", net="ndr8", format="paper")
+    fragment = chosen["link"].partition("#")[2]
+    assert fragment == "model=qwen3-30b&net=ndr8&replicas=8&batch=256&format=paper"
+    page.open(LINKED, fragment="#" + fragment)
+    assert page.run(SEEN) == chosen
+    # A link may name only a part of the choice, or what there is not.
+    page.open(LINKED, fragment="#net=25gbe&replicas=5&model=gpt9&colour=red")
+    partly = page.run(SEEN)
+    assert partly["checked"] == "llama3-8b|25gbe|4|256|balanced" and "25 GbE" in partly["where"]
+    page.run("location.hash = '#net=10gbe'")
+    assert "10 GbE" in page.run("new Promise(done => setTimeout(() => done(document.title), 50)) && " + SEEN)["where"]
+
+
+def test_a_loss_and_a_point_without_a_plan_are_shown_as_such(page: Page, tmp_path: Path) -> None:
     cells = (
         Cell("hdr1", 1, 64, "int8", "--tensor-model-parallel-size 8", "--lossy", 2.0, Gain(-0.123, -0.2, -0.05)),
         Cell("ndr1", 1, 64, "int8", reason="it does <not> fit"),
     )
     lines = {"hdr1": "1 x 200G", "ndr1": "1 x 400G"}
-    grid = PlanGrid("a job", "optimus-cc plan", lines, (1,), (64,), ("int8",), ("hdr1", 1, 64, "int8"), cells)
-    write_grid(tmp_path / "grid.html", grid)
-    lost, unknown = seen_after(tmp_path / "grid.html", [[], [radio("network", "ndr1")]], tmp_path)
-    assert lost["gain"] == "12.3 % more time"
-    assert lost["meaning"].startswith(
-        "Between \N{MINUS SIGN}20.0 and \N{MINUS SIGN}5.0 %: it does not pay. Vanilla takes 2 s"
-    )
+    start = ("hdr1", 1, 64, "int8")
+    grid = PlanGrid("a job", "A job", "optimus-cc plan", lines, (1,), (64,), ("int8",), start, cells)
+    write_grids(tmp_path / "grid.html", [grid])
+    page.open(tmp_path / "grid.html")
+    lost, unknown = page.run(SEEN), choose(page, net="ndr1")
+    assert lost["gain"] == "No: 12.3 % more time"
+    assert lost["meaning"].startswith("Between \N{MINUS SIGN}20.0 and \N{MINUS SIGN}5.0 % less time. Vanilla takes 2 s")
     assert lost["command"] == "optimus-cc plan --sweep link=hdr1 -- --tensor-model-parallel-size 8 --lossy"
-    assert (unknown["gain"], unknown["meaning"], unknown["command"]) == ("not planned", "it does <not> fit", "")
-    assert unknown["map"] == [["\N{MINUS SIGN}12.3", "-"]]
-    assert unknown["bars"] == ["1 x 200G", "\N{MINUS SIGN}12.3", "1 x 400G", "not planned"]
+    assert (unknown["gain"], unknown["meaning"], unknown["hidden"]) == ("Not planned", "it does <not> fit.", True)
+    assert unknown["map"] == ["no \N{MINUS SIGN}12.3", "-"] and unknown["bars"][1] == "not planned"

@@ -76,6 +76,11 @@ class Gain:
         """The verdict: pays, or does not pay, if the whole band of the gain agrees."""
         return "pays" if self.least > WORTH else "does not pay" if self.most < WORTH else "cannot be told"
 
+    @property
+    def word(self) -> str:
+        """The answer in a word: no below what a trial in the run asks for, maybe if the band holds too small gains."""
+        return "no" if self.planned < LEAST_GAIN else "yes" if self.least > WORTH else "maybe"
+
 
 @dataclass(frozen=True)
 class Variant:

@@ -3,11 +3,11 @@
 The page is one file that loads nothing from a network. All text of a part but a fragment is escaped on the page.
 """
 
-import base64
 import importlib.metadata
 import io
 import os
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from optimus_cc_ext._version import __version__
 from optimus_cc_ext.tools.data.output import write_whole
+from optimus_cc_ext.tools.report.style import themed, variables
 from optimus_cc_ext.tools.report.table import Table
 
 if TYPE_CHECKING:
@@ -30,15 +31,30 @@ class Picture:
 
     name: str
     figure: "Figure"
+    words: str = ""
+    """Description of the picture with its numbers, for those who do not see it; empty: the titles of its axes."""
+
+    @property
+    def title(self) -> str:
+        """The name as words."""
+        return self.name.replace("_", " ").capitalize()
 
     @cached_property
     def files(self) -> dict[str, bytes]:
         """The contents of the picture's files by suffix; drawn once."""
+        from matplotlib import rc_context
+
         found = {}
         for suffix in ("png", "svg", "pdf"):
             stream = io.BytesIO()
-            self.figure.savefig(stream, format=suffix, dpi=150)
+            # Without date and random names, the same picture gives the same file.
+            with rc_context({"svg.hashsalt": self.name, "svg.fonttype": "none"}):
+                none = dict.fromkeys(("Date", "Creator", "Format", "Type")) if suffix == "svg" else None
+                self.figure.savefig(stream, format=suffix, dpi=150, metadata=none)
             found[suffix] = stream.getvalue()
+        labels = (text for axes in self.figure.axes for text in (axes.get_title("left"), axes.get_ylabel()))
+        words = self.words or "; ".join(filter(None, labels))
+        found["svg"] = themed(found["svg"].decode(), self.name, self.title, words).encode()
         return found
 
     def save(self, folder: Path) -> None:
@@ -117,7 +133,8 @@ class ReportDocument:
     def html(self) -> str:
         parts = "\n".join(map(_boxed, self.parts))
         template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-        return template.substitute(title=escape(self.title), lead=escape(self.lead), parts=parts)
+        texts = {"title": escape(self.title), "lead": escape(self.lead)}
+        return template.substitute(texts, colours=variables(), parts=parts)
 
     def write(self, folder: Path, *, page: str = "", markdown: str = "") -> None:
         """Write all pictures, and a CSV file for each named table, into `folder`, which is made if it does not exist.
@@ -155,10 +172,10 @@ def _html(part: Part) -> str:
             return f"<p>{escape(part)}</p>"
         case Table():
             return part.html()
-        case Picture(name):
-            # SVG inside the page is sharp at any size.
-            content = base64.b64encode(part.files["svg"]).decode("ascii")
-            return f'<img alt="{escape(name.replace("_", " "))}" src="data:image/svg+xml;base64,{content}">'
+        case Picture():
+            # SVG inside the page is sharp at any size, and its words are text. HTML knows its namespaces.
+            svg = part.files["svg"].decode()
+            return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg") :])
         case Points(items, note):
             lines = (f"{f'<b>{escape(name)}</b>: ' if name else ''}{escape(text)}" for name, text in items)
             below = f'<p class="note">{escape(note)}</p>' if note else ""
@@ -189,7 +206,7 @@ def _markdown(part: Part) -> str:
         case Table():
             return part.markdown()
         case Picture(name):
-            return f"![{name}]({name}.png)\n"
+            return f"![{part.words or name}]({name}.png)\n"
         case Points(items, note):
             lines = (f"- {name}: {text}\n" if name else f"- {text}\n" for name, text in items)
             return "".join(lines) + (f"\n{note}\n" if note else "")

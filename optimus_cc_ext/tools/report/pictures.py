@@ -4,14 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from optimus_cc_ext.tools.report.record import Curve, Share
+from optimus_cc_ext.tools.report.style import TONES
 from optimus_cc_ext.tools.report.table import Cell, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PALETTE = ("#3b6fb6", "#e07b1f", "#2a9d8f", "#c2453d", "#7b5ea7", "#e0a21f", "#5f6b76", "#c66ba8", "#8c6d46")
-INK, GRID, _FAINT = "#24292f", "#e7eaee", "#c9d1da"
+PALETTE = tuple(
+    TONES[name][0] for name in ("blue", "orange", "teal", "red", "purple", "yellow", "grey", "pink", "brown")
+)
+SHADES = tuple(TONES[f"shade-{place}"][0] for place in range(1, 5))
+"""Four tones of one hue, for what has an order."""
+
+INK, DIM, AXIS, GRID, _FAINT = (TONES[name][0] for name in ("ink", "dim", "axis", "line", "faint"))
 _COLOURS = {
     name: PALETTE[place]
     for place, names in enumerate((
@@ -41,7 +47,7 @@ def tidy(axes: "Axes", title: str = "", grid: Literal["x", "y", "both"] = "y") -
     """Give `axes` a title at the left, a grid behind the data, and no box."""
     axes.set_title(title, loc="left", fontweight="bold", fontsize="medium", color=INK)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#b6bec8")
+    axes.spines[["left", "bottom"]].set_color(AXIS)
     axes.tick_params(colors=INK, length=3, labelsize="small", which="both")
     axes.grid(axis=grid, color=GRID, lw=0.8)
     axes.set_axisbelow(True)
@@ -174,7 +180,7 @@ def traffic_bars(name: str, shares: Sequence[Share]) -> "Figure":
         raw, sent = share.raw / 1e6, share.sent / 1e6
         raw_bar = axes.barh(place - 0.2, raw, height=0.36, color=_FAINT)
         sent_bar = axes.barh(place + 0.2, sent, height=0.36, color=PALETTE[1])
-        axes.text(raw + margin, place - 0.2, f"{raw:.2f} MB", va="center", color="#57606a")
+        axes.text(raw + margin, place - 0.2, f"{raw:.2f} MB", va="center", color=DIM)
         axes.text(
             sent + margin, place + 0.2, f"{sent:.2f} MB  ({share.ratio:.1%})",
             va="center", color=INK, fontweight="bold",

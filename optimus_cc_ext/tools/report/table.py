@@ -76,11 +76,16 @@ class Table:
     def html(self) -> str:
         """Return table and note as HTML; the title is left to the surrounding box."""
         head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
-        rows = ["".join(f"<td>{escape(_for_people(cell))}</td>" for cell in row) for row in self.rows]
+        rows = ["".join(map(self._cell_html, self.columns, row)) for row in self.rows]
         marks = [""] * (len(rows) - 1) + [' class="sum"' if self.last_is_sum else ""]
         body = "".join(f"<tr{mark}>{row}</tr>" for mark, row in zip(marks, rows, strict=False))
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
-        return f"<table><tr>{head}</tr>{body}</table>{note}"
+        return f'<table class="stack"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}'
+
+    def _cell_html(self, column: str, cell: Cell) -> str:
+        # On a phone a row is a block, in which each cell stands behind the name of its column.
+        name = f' data-name="{escape(column)}"' if column and column != self.columns[0] else ""
+        return f"<td{name}>{escape(_for_people(cell))}</td>"
 
 
 def printed(tables: Sequence[Table], form: str) -> str:
