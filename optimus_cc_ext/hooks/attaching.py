@@ -143,6 +143,7 @@ def _trial(session: Session, model: Any) -> Trial | None:
     return Trial(
         classes=classes, techniques=session.techniques, grid=session.grid, device=training_device(),
         place=(len(nodes), len(groups.places)), name=preset if session.config.only_between_nodes else "compressed",
+        counters=lambda: session.traffic.bytes, memory=lambda: session.memory_bytes,
         ways=WaysByTurns(untimed, ahead=bool(model.ddp_config.overlap_param_gather)),
     )  # fmt: skip
 

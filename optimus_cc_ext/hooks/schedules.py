@@ -133,9 +133,10 @@ def _announce_memory(session: Session) -> None:
     everyone = session.grid.gather(
         ((session.backprop.states.nbytes, session.gradients.states.nbytes, session.message_bytes), _free_bytes())
     )
+    taken, free = zip(*everyone, strict=True)
+    session.most_memory = max(map(sum, taken))
     if not session.grid.is_first:
         return
-    taken, free = zip(*everyone, strict=True)
     link, buckets, _ = max(taken, key=sum)
     messages = max(messages for *_, messages in taken)
     if any(technique.remembers for technique in session.techniques):

@@ -1,6 +1,8 @@
 """Wraps megatron/training/training.py: tells the session which steps are applied, and writes our log lines."""
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ import torch
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.hooks.registry import Seam, arguments_of
 from optimus_cc_ext.metrics.report import ErrorAlarm
+from optimus_cc_ext.metrics.summary import Summary
 from optimus_cc_ext.metrics.traffic import FALLBACK
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
@@ -25,15 +28,20 @@ _GRADIENT_NORM = 5
 
 
 def wraps(session: Session, before_first: Callable[[], None]) -> list[tuple[Seam, Callable[[Any], Any]]]:
-    seams = [(Seam(STEP, ("optimizer",)), around(train_step, session, [before_first]))]
+    reporter = _Reporter(session)
+    seams = [(Seam(STEP, ("optimizer",)), around(train_step, session, reporter, [before_first]))]
     if session.config.compression_metrics:
-        seam = Seam(f"{_MODULE}:training_log", ("iteration",))
-        seams.append((seam, around(training_log, _Reporter(session))))
+        seams.append((Seam(f"{_MODULE}:training_log", ("iteration",)), around(training_log, reporter)))
     return seams
 
 
 def train_step(
-    session: Session, first: list[Callable[[], None]], original: Callable[..., Any], *args: Any, **kwargs: Any
+    session: Session,
+    reporter: "_Reporter",
+    first: list[Callable[[], None]],
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Tell the session that a step of Megatron's begins, and how it ended.
 
@@ -44,6 +52,7 @@ def train_step(
 
     while first:
         first.pop()()
+    reporter.begin_step()
     given = arguments_of(original, args, kwargs)
     iteration = given.get("iteration")
     if iteration is None:  # 0.16.0rc0 and older versions have no such parameter
@@ -87,29 +96,44 @@ class _Reporter:
     """
 
     def __init__(self, session: Session) -> None:
-        self._session, self._alarm = session, ErrorAlarm()
+        self._session, self._alarm, self._summary = session, ErrorAlarm(), Summary()
         self._last_iteration: int | None = None
+        self._began: float | None = None
+        """Time at which the first step since the last report began; None: none has begun."""
+
+    def begin_step(self) -> None:
+        self._began = self._began or time.perf_counter()
 
     def log(self, iteration: int) -> None:
-        from megatron.training import get_tensorboard_writer, get_wandb_writer
+        from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
         if self._last_iteration is None:
             self._last_iteration = iteration - 1
-        if not _due(iteration) or iteration == self._last_iteration:
+        due, ends = _due(iteration), iteration == get_args().train_iters
+        if not (due or ends) or iteration == self._last_iteration:
             return
-        report = self._session.report(training_device(), iteration - self._last_iteration)
-        self._last_iteration = iteration
+        # Megatron's log has waited for the device. What it does between its log and the next step is not timed.
+        iterations, now = iteration - self._last_iteration, time.perf_counter()
+        compared = None if self._session.trial is None else self._session.trial.compared
+        seconds = {"iteration": (now - (self._began or now)) / iterations}
+        if compared is not None:
+            seconds |= {"dense trial": compared.dense, "compressed trial": compared.compressed}
+        self._last_iteration, self._began = iteration, None
+        report = replace(self._session.report(training_device(), iterations), seconds=seconds)
+        self._summary.add(report, iterations)
         if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
             return
-        for line in (*report.lines(), *self._alarm.lines(report)):
+        for line in (*report.lines(), *self._alarm.lines(report)) if due else ():
             say(f"  optimus-cc {line}")
-        scalars = report.scalars()
+        if ends and self._session.config.any_technique:
+            say(f"optimus-cc: {self._summary.line(compared)}")
+        scalars = report.scalars() if due else {}
         if writer := get_tensorboard_writer():
             for name, value in scalars.items():
                 writer.add_scalar(name, value, iteration)
-            if report.fallback is not None:
+            if due and report.fallback is not None:
                 writer.add_text(FALLBACK, report.fallback, iteration)
-        if wandb := get_wandb_writer():
+        if due and (wandb := get_wandb_writer()):
             wandb.log(scalars, iteration)
 
 

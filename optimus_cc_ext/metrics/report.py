@@ -90,6 +90,12 @@ class Report:
     fallback: str | None = None
     """The reason why torch compresses in place of Triton's kernels."""
 
+    memory: int = 0
+    """Bytes that compression takes on the rank that needs most; 0: not known."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of an iteration, by what they are."""
+
     def errors(self) -> dict[str, float]:
         """Return the relative error over all stages in the measured iteration, by the tag of each
         compressed class.
@@ -127,7 +133,9 @@ class Report:
 
     def scalars(self) -> dict[str, float]:
         """Return the scalars for TensorBoard and W&B, by tag."""
-        named: dict[str, float] = {}
+        named = {f"{name} seconds": value for name, value in self.seconds.items()}
+        if self.memory:
+            named["memory bytes"] = self.memory
         for name, (raw, sent) in self._bytes():
             named[f"{name} raw bytes"] = raw
             named[f"{name} sent bytes"] = sent

@@ -34,6 +34,12 @@ class Traffic:
         raw, sent = self._leaving
         return raw, sent
 
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """The (raw, sent) bytes of all classes since the start."""
+        raw, sent = map(sum, zip(*self._counts.values(), strict=True))
+        return raw, sent
+
     def total(self) -> dict[TrafficClass, tuple[int, int]]:
         """Return the (raw, sent) bytes by class since the start."""
         return {traffic: (raw, sent) for traffic, (raw, sent) in self._counts.items()}

@@ -73,6 +73,9 @@ class Session:
         """Levels in which gradients are added up in blocks, in words; None: no gradients are added up in blocks."""
 
         self.traffic = Traffic()
+        self.most_memory = 0
+        """Bytes of messages and of compression state on the rank that has most, when they were allocated."""
+
         self.active = False
         """True inside a training iteration. Forward-only passes leave it False, and then nothing is changed."""
 
@@ -138,7 +141,7 @@ class Session:
             {each.tag: self.config.format_of(each) for each in classes.CLASSES},
             self.traffic.since_last_report(), max(1, steps), self.grid.sum, device,
         )  # fmt: skip
-        return replace(report, fallback=self._fallback)
+        return replace(report, fallback=self._fallback, memory=self.most_memory)
 
     def transfers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Transfer]:
         """Make the transfers that replace tensors of one of Megatron's point-to-point calls: activations and their
@@ -212,6 +215,11 @@ class Session:
     def message_bytes(self) -> int:
         """Bytes of memory on this rank for messages of gradients, of the tied embedding and of parameters."""
         return self.ring.nbytes + sum(technique.message_bytes for technique in self.techniques)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of messages and of compression state on this rank."""
+        return self.message_bytes + sum(technique.states.nbytes for technique in self.techniques)
 
     # -- steps and iterations -----------------------------------------------------------------------------------
 

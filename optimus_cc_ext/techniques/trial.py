@@ -5,7 +5,7 @@ warms up; then D A A D D A are timed, so that neither way gains from a drift. Ra
 follows from seconds of which they take the largest together.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
@@ -17,6 +17,7 @@ from optimus_cc_ext.announce import say
 from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.config.trials import LEAST_GAIN
 from optimus_cc_ext.metrics.stopwatch import Stopwatch
+from optimus_cc_ext.metrics.summary import Compared, in_words
 from optimus_cc_ext.techniques.grid import Grid
 from optimus_cc_ext.techniques.technique import Technique
 
@@ -98,6 +99,14 @@ class WaysByTurns:
         return self.counted > 0 and self.counted % _ROUND == 0
 
 
+def by_way(seconds: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return the seconds of dense steps, and of compressed ones, of the steps that count in the order of `TIMED`."""
+    ways: dict[bool, list[float]] = {DENSE: [], COMPRESSED: []}
+    for way, each in zip(TIMED, seconds, strict=False):
+        ways[way].append(each)
+    return ways[DENSE], ways[COMPRESSED]
+
+
 def verdict(seconds: Sequence[float], name: str) -> tuple[bool | None, str]:
     """Return whether compression stays, and the seconds of both ways in words. None: another round has to say.
 
@@ -105,10 +114,7 @@ def verdict(seconds: Sequence[float], name: str) -> tuple[bool | None, str]:
         seconds: of the steps that count, in the order of `TIMED`.
         name: the name of the compressed way.
     """
-    ways: dict[bool, list[float]] = {DENSE: [], COMPRESSED: []}
-    for way, each in zip(TIMED, seconds, strict=False):
-        ways[way].append(each)
-    dense, compressed = ways[DENSE], ways[COMPRESSED]
+    dense, compressed = by_way(seconds)
     said = ", ".join(
         f"{name} {median(each):.3g} s ({min(each):.3g} to {max(each):.3g})"
         for name, each in (("dense", dense), (name, compressed))
@@ -143,6 +149,8 @@ class Trial:
         techniques: all techniques, of which the trial switches those of the classes.
         place: the nodes and ranks of the run: a choice holds for as many.
         name: the name of the compressed way.
+        counters: returns this rank's (raw, sent) bytes since its start.
+        memory: returns the bytes that compression takes on this rank.
     """
 
     classes: frozenset[TrafficClass]
@@ -151,9 +159,20 @@ class Trial:
     device: torch.device
     place: tuple[int, int]
     name: str
+    counters: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    memory: Callable[[], int] = lambda: 0
     ways: WaysByTurns = field(default_factory=WaysByTurns)
     compressed: bool | None = None
     """True if the classes stay compressed; None until the trial has chosen."""
+
+    compared: Compared | None = None
+    """Seconds that this run has compared; None: it has not done so."""
+
+    _before: tuple[int, int] = (0, 0)
+    """This rank's counters when the step began."""
+
+    _bytes: tuple[int, int] = (0, 0)
+    """(raw, sent) bytes of this rank in the last compressed step that counted."""
 
     _measured: bool = True
     """False if the trial was given up. A resumed run does not take such a choice over."""
@@ -180,6 +199,7 @@ class Trial:
         send_dense(self.techniques, self.classes if self.ways.dense else ())
         gather, tried = self._named(PARAM_GATHER), PARAM_GATHER in self.classes
         gather.on_trial, gather.dense = tried, tried and self.ways.gathers_dense
+        self._before = self.counters()
         if self.ways.timing:
             self._running.enter_context(self._stopwatch.timed(str(self._step), self.device))
         return True
@@ -199,7 +219,10 @@ class Trial:
         if not self.open:
             return
         self._running.close()
+        dense, after = self.ways.dense, self.counters()
         counts = self.ways.ended(applied=applied, alike=alike)
+        if counts and not dense:
+            self._bytes = after[0] - self._before[0], after[1] - self._before[1]
         if counts:
             self._usual = self._usual or work
             self._counted.append((str(self._step), iteration))
@@ -210,13 +233,18 @@ class Trial:
 
     def _decide(self) -> None:
         read = [self._stopwatch.total(name) for name, _ in self._counted]
-        seconds = torch.tensor(read, dtype=torch.float64).to(self.device)
-        self.grid.largest(seconds)
+        largest = torch.tensor([*read, self.memory(), *self._bytes], dtype=torch.float64).to(self.device)
+        self.grid.largest(largest)
+        *seconds, memory, raw, sent = largest.tolist()
         self.ways.tries = 0
-        choice, said = verdict(seconds.tolist(), self.name)
+        choice, said = verdict(seconds, self.name)
         if choice is not None:
+            dense, compressed = map(median, by_way(seconds))
+            self.compared = Compared(self.name, dense, compressed, choice)
             stays = f"{self.name} stays on" if choice else f"dense from now on ({_CURE})"
-            self._take(choice, f"iterations {self._counted[0][1]} to {self._counted[-1][1]}: {said}: {stays}")
+            cost = f"up to {in_words(raw, sent)} sent in an iteration, and {memory / 1e6:.1f} MB of memory, on a rank"
+            first, last = self._counted[0][1], self._counted[-1][1]
+            self._take(choice, f"iterations {first} to {last}: {said}: {stays}; {self.name}: {cost}")
 
     def give_up(self, reason: str) -> None:
         """End the trial without a measured choice, on all ranks of the model: compression stays on."""

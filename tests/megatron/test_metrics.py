@@ -1,6 +1,8 @@
 """Log of a real run: compression errors, residuals and seconds of all stages, at Megatron's logging interval."""
 
+import re
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -56,6 +58,25 @@ def test_tensorboard_has_every_scalar_of_the_report(runs):
         "optimus-cc/pipeline backward relative error/stage 1",
         "optimus-cc/DP gradients milliseconds/stage 0",
     } <= reports(runs)[-1].scalars().keys()
+
+
+@uses(REPORTED)
+def test_the_end_of_a_run_is_one_line_and_its_figures_have_tags_of_their_own(runs):
+    lines = [line for line in runs.ranks[-1].said if " iterations: " in line]
+    raw, sent = (sum(both[side] for both in reports(runs)[-1].traffic.values()) / 1e6 for side in (0, 1))
+    assert len(lines) == 1
+    found = re.fullmatch(r"6 iterations: ([\d.e-]+) s each; ([\d.]+) of ([\d.]+) MB .+ sent in each; .+", lines[0])
+    assert found is not None and (float(found[2]), float(found[3])) == (
+        pytest.approx(sent, abs=0.1),
+        pytest.approx(raw, abs=0.1),
+    )
+    events = EventAccumulator(str(runs.folder)).Reload()
+    seconds, megatrons = (
+        median(point.value for point in events.Scalars(tag))
+        for tag in ("optimus-cc/iteration seconds", "iteration-time")
+    )
+    assert 0.5 * megatrons < seconds < 2 * megatrons and float(found[1]) == pytest.approx(seconds, rel=0.01)
+    assert events.Scalars("optimus-cc/memory bytes")[-1].value > 0
 
 
 @uses(REPORTED)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -176,4 +177,5 @@ def test_a_checkpoint_keeps_the_choice_and_one_from_inside_of_the_trial_has_none
     assert last_stage_losses(after.ranks) == last_stage_losses(whole.ranks)[10:]
     assert not [line for line in after.said if line.startswith("iterations")]
     (anew,) = [line for line in inside.said if line.startswith("iterations 8 to 13: dense 2 s (2 to 2), balanced 1 s")]
-    assert anew.endswith("balanced stays on")
+    cost = re.search(r"balanced stays on; balanced: up to ([\d.]+) of ([\d.]+) MB .+, and ([\d.]+) MB of memory", anew)
+    assert cost is not None and 0.1 < float(cost[1]) < 0.8 * float(cost[2]) and float(cost[3]) > 0

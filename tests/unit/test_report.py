@@ -50,6 +50,7 @@ def write_events(folder: Path, losses: list[float], sent: Mapping[str, int], ski
     writer = SummaryWriter(str(folder))
     points = [("lm loss", loss, iteration) for iteration, loss in enumerate(losses, start=1)]
     for _, loss, iteration in list(points):
+        points.append(("grad-norm", 1.5, iteration))
         if iteration > 1:
             points.append(("iteration-time", 0.5 if iteration < len(losses) else 9.0, iteration))
         if iteration % 2 == 0:

@@ -1,6 +1,7 @@
 """`optimus-cc report` on one run, on two runs, on runs of Megatron alone, and on folders without a run."""
 
 import csv
+import math
 import os
 from html import escape
 from pathlib import Path
@@ -12,7 +13,16 @@ from optimus_cc_ext.metrics.report import Report
 from optimus_cc_ext.metrics.traffic import FALLBACK
 from optimus_cc_ext.tools import cli
 from optimus_cc_ext.tools.report.comparison import FILES
-from optimus_cc_ext.tools.report.record import SECONDS, TRAINING, VALIDATION, read_events, read_run
+from optimus_cc_ext.tools.report.document import Picture
+from optimus_cc_ext.tools.report.record import (
+    NORM,
+    OUR_SECONDS,
+    SECONDS,
+    TRAINING,
+    VALIDATION,
+    read_events,
+    read_run,
+)
 
 pytestmark = pytest.mark.ci
 
@@ -27,6 +37,7 @@ def write_run(folder: Path, *, ours: bool = True, first: int = 1, last: int = 6,
         writer.add_scalar(TRAINING, loss - 0.1 * iteration, iteration)
         writer.add_scalar(VALIDATION, loss - 0.1 * iteration + 0.5, iteration)
         writer.add_scalar(SECONDS, 0.5, iteration)
+        writer.add_scalar(NORM, 1.5, iteration)
         for name, (raw, sent) in CLASSES.items() if ours else ():
             writer.add_scalar(f"optimus-cc/{name} raw bytes", raw, iteration)
             writer.add_scalar(f"optimus-cc/{name} sent bytes", sent, iteration)
@@ -288,3 +299,55 @@ def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path: Path, caps
     assert report(tmp_path / "run", "--output", tmp_path / "out") == 2
     assert "thesis.tex" in capsys.readouterr().err
     assert (tmp_path / "out" / "thesis.tex").exists()
+
+
+def test_of_a_run_that_is_short_or_not_finite_the_report_says_what_is_missing_and_shows_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(picture: Picture) -> dict[str, bytes]:
+        picture.figure.draw_without_rendering()
+        return dict.fromkeys(("png", "svg", "pdf"), b"")
+
+    monkeypatch.setattr(Picture, "files", property(drawn))
+    good = write_run(tmp_path / "good").parent
+    empty, one, bad = tmp_path / "empty", tmp_path / "one", tmp_path / "bad"
+    write_run(empty, first=2, last=1)
+    with SummaryWriter(str(one)) as writer:
+        writer.add_scalar(TRAINING, 8.0, 1)
+    with SummaryWriter(str(bad)) as writer:
+        for iteration, value in enumerate((5.0, 0.0, math.nan, math.inf, 4.0, 3.0), start=1):
+            for tag in (TRAINING, VALIDATION, NORM):
+                writer.add_scalar(tag, value, iteration)
+            writer.add_scalar(OUR_SECONDS, 0.25, iteration)
+    for folders, said in (
+        ([good, empty], f"{next(empty.iterdir())}: no scalars"),
+        ([empty, good], f"{next(empty.iterdir())}: no scalars"),
+        ([good, one], "one: no validation loss"),
+        ([one], "one: no validation loss"),
+        ([good, bad], "bad: lm loss is not finite in 2 iterations, from 3 on"),
+        ([bad, good], "bad: grad-norm is not finite in 2 iterations, from 3 on"),
+    ):
+        assert report(*folders, "--output", tmp_path / "out") == 0
+        assert said in (out := capsys.readouterr().out) and "final training loss" in out
+        assert escape(said) in (tmp_path / "out" / "index.html").read_text()
+        assert ("| seconds per iteration | 0.250 |" in out) == (folders[0] == bad)
+
+
+def test_memory_and_the_trials_seconds_are_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run")
+    with SummaryWriter(str(tmp_path / "run")) as writer:
+        for tag, value in (
+            (TRAINING, 7.0),
+            ("optimus-cc/memory bytes", 3.19e8),
+            ("optimus-cc/dense trial seconds", 0.7),
+        ):
+            writer.add_scalar(tag, value, 7)
+    assert report(tmp_path / "run", "--output", tmp_path / "out") == 0
+    out = capsys.readouterr().out
+    assert "| MB of memory on a rank for compression | 319.0 |" in out
+    assert "| dense seconds in the run's own trial | 0.700 |" in out
+
+
+def test_gradient_norms_are_read_from_a_log(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(LOGGED + "\n")
+    assert read_run(tmp_path).curve(NORM).values == (1.0,)

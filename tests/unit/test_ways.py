@@ -157,6 +157,13 @@ def a_trial(*durations: float, ahead: bool = False) -> Trial:
         techniques=[Noting(OptimusConfig(), each) for each in CLASSES],
         ways=WaysByTurns(ahead=ahead),
     )  # fmt: skip
+    sent = [0, 0]
+
+    def counters() -> tuple[int, int]:
+        return sent[0], sent[1]
+
+    made.counters, made.memory = counters, lambda: 319_000_000
+    made.sent = sent  # type: ignore[attr-defined]
     taken = iter(durations)
     seconds: dict[str, float] = {}
 
@@ -175,6 +182,8 @@ def take(trial: Trial, steps: str, work: str = "1F1B") -> list[set[str]]:
     for number, end in enumerate(steps, start=1):
         trial.begin()
         dense.append({each.name for each in trial.techniques if each.dense})
+        trial.sent[0] += 8_000_000  # type: ignore[attr-defined]
+        trial.sent[1] += 8_000_000 if dense[-1] else 2_000_000  # type: ignore[attr-defined]
         applied = end != "s"
         trial.end(work, number, applied=applied, alike=not trial.is_unusual("other" if end == "u" else work))
     return dense
@@ -191,8 +200,10 @@ def test_a_trial_switches_its_classes_alone_and_says_in_a_line_what_it_chose(
     trial = a_trial(2.2, 1.05, 1.06, 2.22, 2.24, 1.07)
     assert take(trial, "+" * 9) == [ALL, set(), ALL, set(), set(), ALL, ALL, set(), set()]
     assert caplog.messages == [
-        "optimus-cc: iterations 3 to 8: dense 2.22 s (2.2 to 2.24), balanced 1.06 s (1.05 to 1.07): balanced stays on"
+        "optimus-cc: iterations 3 to 8: dense 2.22 s (2.2 to 2.24), balanced 1.06 s (1.05 to 1.07): balanced stays on; "
+        "balanced: up to 2.0 of 8.0 MB (25.0 %) sent in an iteration, and 319.0 MB of memory, on a rank"
     ]
+    assert trial.compared == ("balanced", 2.22, 1.06, True)
     assert trial.compressed is True and released(trial) == set() and trial.grid.asked == 1  # type: ignore[attr-defined]
 
 
@@ -200,7 +211,10 @@ def test_dense_lasts_and_drops_the_memory_of_everything_that_was_tried(caplog: p
     caplog.set_level("INFO", "optimus_cc_ext")
     trial = a_trial(1.0, 1.05, 1.06, 1.01, 1.02, 1.07)
     assert take(trial, "+" * 9)[-1] == ALL == released(trial)
-    assert caplog.messages[0].endswith("dense from now on (no_compression_trial compresses all the same)")
+    assert (
+        "dense from now on (no_compression_trial compresses all the same); balanced: up to 2.0 " in caplog.messages[0]
+    )
+    assert trial.compared is not None and not trial.compared.stays
 
 
 def test_ranges_that_overlap_ask_for_six_more_steps(caplog: pytest.LogCaptureFixture) -> None:

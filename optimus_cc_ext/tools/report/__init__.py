@@ -14,6 +14,10 @@ class ReportError(OptimusError):
     """Missing or unusable input of a report; the message names the file and the cure."""
 
 
+class NoRows(ReportError):
+    """A run that has logged nothing."""
+
+
 def require() -> None:
     """Raise MissingExtra unless the extra `report` is installed."""
     require_extra("report", "matplotlib", "rich", "tensorboard")

@@ -6,20 +6,31 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from math import inf, isnan
+from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
 
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.metrics.traffic import BETWEEN_NODES
 from optimus_cc_ext.tools.data.output import check_replaceable, locked, replace
-from optimus_cc_ext.tools.report import ReportError, require
+from optimus_cc_ext.tools.report import NoRows, ReportError, require
 from optimus_cc_ext.tools.report.document import Box, Part, Picture, Points, ReportDocument
 from optimus_cc_ext.tools.report.log_lines import OLD_NAMES
-from optimus_cc_ext.tools.report.record import SECONDS, TRAINING, VALIDATION, Curve, Record, Share, read_run, shares
+from optimus_cc_ext.tools.report.record import (
+    NORM,
+    OUR_SECONDS,
+    SECONDS,
+    TRAINING,
+    VALIDATION,
+    Curve,
+    Record,
+    Share,
+    read_run,
+    shares,
+)
 from optimus_cc_ext.tools.report.table import Cell, Table, printed
 
-PICTURES = ("gain", "training_loss", "validation_loss", "seconds", "traffic", "errors")
+PICTURES = ("gain", "training_loss", "validation_loss", "gradient_norm", "seconds", "traffic", "errors")
 """Names of the pictures, without the suffixes `.png`, `.svg` and `.pdf`; a picture without data is not drawn."""
 
 FILES = (
@@ -44,7 +55,7 @@ REQUIRED = (TRAINING, VALIDATION, SECONDS, *_TRAFFIC)
 
 def relative(new: float, old: float) -> float:
     """Return the difference of `new` and `old` as a fraction of `old`."""
-    return (new - old) / old
+    return (new - old) / old if old else nan
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,8 @@ class Comparison:
     """
 
     first_is_vanilla: bool = False
+    without_rows: Sequence[str] = ()
+    """One line for each run that has logged nothing."""
 
     @property
     def first(self) -> Record:
@@ -95,16 +108,18 @@ class Comparison:
         cures = {
             (TRAINING,): "no training loss",
             (VALIDATION,): "no validation loss (--eval-interval)",
-            (SECONDS,): "no times (--log-timers-to-tensorboard)",
+            (NORM,): "no gradient norms",
+            (SECONDS, OUR_SECONDS): "no times (--log-timers-to-tensorboard)",
             _TRAFFIC: "no traffic and no errors (vanilla Megatron does not count them, nor does optimus_cc_ext with"
             " --no-compression-metrics)",
         }
-        return [
+        found = [
             f"{name}: {said}"
             for name, record in self.runs.items()
             for tags, said in cures.items()
             if not record.scalars.keys() & set(tags)
         ]
+        return [*self.without_rows, *found, *(line for item in self.runs.items() for line in _not_finite(*item))]
 
     def fallbacks(self) -> list[str]:
         """Return one line for each run that was compressed by torch in place of Triton's kernels, with the reason."""
@@ -125,6 +140,8 @@ class Comparison:
             _row(f"final {name} loss", [record.curve(tag).last for record in self.runs.values()], ".4f")
             for name, tag in (("training", TRAINING), ("validation", VALIDATION))
         ]
+        norms = [record.curve(NORM).median for record in self.runs.values()]
+        rows += [_row("gradient norm, median", norms, ".4f")] if not all(map(isnan, norms)) else []
         ends = dict.fromkeys(max(record.training.iterations, default=0) for record in self.runs.values())
         title = f"After {' and '.join(map(str, ends))} iterations"
         return Table(self._columns(), rows, title, name="losses")
@@ -135,7 +152,13 @@ class Comparison:
             _row(f"seconds per iteration{where and ', '}{where}", [median for _, median, _ in of_runs.values()], ".3f")
             for where, of_runs in self.seconds().items()
         ]
-        return Table(self._columns(), rows, "Time", "Medians.", name="times")
+        for what, tag, form, unit in (
+            ("dense seconds in the run's own trial", "optimus-cc/dense trial seconds", ".3f", 1.0),
+            ("MB of memory on a rank for compression", "optimus-cc/memory bytes", ".1f", 1e-6),
+        ):
+            found = [unit * record.curve(tag).last for record in self.runs.values()]
+            rows += [_row(what, found, form)] if not all(map(isnan, found)) else []
+        return Table(self._columns(), rows, "Time and memory", "Medians.", name="times")
 
     def seconds(self) -> dict[str, dict[str, tuple[float, float, float]]]:
         """Return the quartiles of the seconds per iteration, by span and run."""
@@ -217,15 +240,19 @@ class Comparison:
         from optimus_cc_ext.tools.report import pictures
 
         drawn, by_run = [], self._shares()
-        if len(self.runs) > 1 and not self.missing():
+        whole = all({TRAINING, VALIDATION} <= record.scalars.keys() for record in self.runs.values())
+        if len(self.runs) > 1 and whole and len(by_run) == len(self.runs) and not _lacks(self.seconds()):
             drawn.append(Picture("gain", pictures.gain(self.seconds(), self._curves(VALIDATION), by_run)))
         for name, tag, band in (("training", TRAINING, None), ("validation", VALIDATION, self.band)):
             if all(tag in record.scalars for record in self.runs.values()):
                 figure = pictures.loss_curves(f"{name.capitalize()} loss", self._curves(tag), band)
                 drawn.append(Picture(f"{name}_loss", figure))
-        if any(SECONDS in record.scalars for record in self.runs.values()):
-            figure = pictures.curves("Seconds per iteration", "s", self._curves(SECONDS))
-            drawn.append(Picture("seconds", figure))
+        for name, title, label, drawable in (
+            ("gradient_norm", "Gradient norm", "before clipping", self._curves(NORM)),
+            ("seconds", "Seconds per iteration", "s", {name: each.seconds for name, each in self.runs.items()}),
+        ):
+            if any(curve.values for curve in drawable.values()):
+                drawn.append(Picture(name, pictures.curves(title, label, drawable)))
         if by_run:
             drawn.append(Picture("traffic", pictures.traffic_bars(*list(by_run.items())[-1])))
         errors = {
@@ -262,6 +289,18 @@ class Comparison:
         }
 
 
+def _lacks(seconds: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> bool:
+    """Return whether a run has no seconds in a span, as one of a single iteration."""
+    return any(isnan(median) for by_run in seconds.values() for _, median, _ in by_run.values())
+
+
+def _not_finite(name: str, record: Record) -> Iterator[str]:
+    """Yield a line for each curve of a run that has values which no picture can show."""
+    for tag in (TRAINING, VALIDATION, NORM):
+        if bad := [i for i, value in record.scalars.get(tag, {}).items() if not isfinite(value)]:
+            yield f"{name}: {tag} is not finite in {len(bad)} iterations, from {bad[0]} on; these are not drawn"
+
+
 def _compression(record: Record) -> Iterator[tuple[str, re.Match[str]]]:
     """Yield each tag of a technique's error, residual norm or milliseconds, with its match."""
     for tag in record.scalars:
@@ -295,7 +334,15 @@ def write_report(folders: list[Path], output: Path) -> None:
         raise ReportError(f"{len(folders)} folders: a report shows one run, or two side by side. Give one or two")
     for folder in folders:
         check_replaceable(output, folder.resolve(), {"index.html", *FILES})
-    comparison = Comparison(dict(zip(_names(folders), map(read_run, folders), strict=True)))
+    runs, without = dict[str, Record](), list[NoRows]()
+    for name, folder in zip(_names(folders), folders, strict=True):
+        try:
+            runs[name] = read_run(folder)
+        except NoRows as error:
+            without.append(error)
+    if not runs:
+        raise without[0]
+    comparison = Comparison(runs, without_rows=list(map(str, without)))
     for record in comparison.runs.values():
         record.require((TRAINING,))
     first, last = comparison.first.training.iterations, comparison.last.training.iterations

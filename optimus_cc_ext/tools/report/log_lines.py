@@ -25,6 +25,7 @@ _ITERATION = re.compile(
     r"iteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|.*?"
     r"elapsed time per iteration \(ms\): (?P<milliseconds>[\d.]+) \|.*?lm loss: (?P<loss>\S+) \|"
 )
+_NORM = re.compile(r"grad norm: (\S+) \|")
 _VALIDATION = re.compile(r"validation loss at iteration (?P<iteration>\d+)\b.*?lm loss value: (?P<loss>\S+) \|")
 _TECHNIQUES = re.compile(r"^optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
 _LEFT_DENSE = re.compile(r"^optimus-cc: left dense, because nothing of it leaves a node: (?P<classes>.+)$")
@@ -73,6 +74,7 @@ class Progress:
     iteration: int
     loss: float
     seconds: float | None = None
+    gradient_norm: float | None = None
 
 
 def log_files(path: Path) -> list[Path]:
@@ -94,7 +96,11 @@ def without_prefix(line: str) -> str:
 def parse_progress(line: str) -> Progress | None:
     """Read an iteration or a validation from one line of Megatron's log; None for any other line."""
     if match := _ITERATION.search(line):
-        return Progress(int(match["iteration"]), float(match["loss"]), float(match["milliseconds"]) / 1e3)
+        norm = _NORM.search(line, match.end())
+        return Progress(
+            int(match["iteration"]), float(match["loss"]), float(match["milliseconds"]) / 1e3,
+            float(norm[1]) if norm else None,
+        )  # fmt: skip
     if match := _VALIDATION.search(line):
         return Progress(int(match["iteration"]), float(match["loss"]))
     return None

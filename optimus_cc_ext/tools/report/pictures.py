@@ -1,6 +1,7 @@
 """The palette and style of all pictures, and the pictures that several reports share."""
 
 from collections.abc import Mapping, Sequence
+from math import isfinite, nan
 from typing import TYPE_CHECKING, Any, Literal
 
 from optimus_cc_ext.tools.report.record import Curve, Share
@@ -103,14 +104,15 @@ def _draw_gap(axes: "Axes", losses: Mapping[str, Curve], band: float | None) -> 
     (first, base), (_, curve) = losses.items()
     old, new = (dict(zip(c.iterations, c.values, strict=True)) for c in (base, curve))
     steps = sorted(old.keys() & new.keys())
-    gaps = [new[step] / old[step] - 1 for step in steps]
+    gaps = [new[step] / old[step] - 1 if old[step] else nan for step in steps]
+    finite = [gap for gap in gaps if isfinite(gap)]
     axes.axhline(0, color=INK, lw=0.8)
     if band is not None:
         axes.axhspan(-band, band, color=PALETTE[0], alpha=0.15, lw=0, label=f"{first}, batches in another order")
         axes.legend(frameon=False, fontsize="x-small", loc="upper right")
     axes.plot(steps, gaps, color=PALETTE[1], marker="o" if len(steps) < 30 else "", lw=1.4, ms=2.8)
     # The axis spans at least 1 %, so that a negligible difference looks negligible.
-    axes.set_ylim(1.15 * min(-0.005, -(band or 0), *gaps), 1.15 * max(0.005, band or 0, *gaps))
+    axes.set_ylim(1.15 * min(-0.005, -(band or 0), *finite), 1.15 * max(0.005, band or 0, *finite))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.set_ylabel("difference")  # the legend names the runs, because a name can be longer than this axis

@@ -10,11 +10,14 @@ from statistics import mean, quantiles
 
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.metrics.traffic import FALLBACK
-from optimus_cc_ext.tools.report import ReportError
+from optimus_cc_ext.tools.report import NoRows, ReportError
 from optimus_cc_ext.tools.report.log_lines import Progress, log_files, parse_fallback, parse_progress, parse_scalars
 
 _EVENTS = "events.out.tfevents.*"
-TRAINING, VALIDATION, SECONDS = "lm loss", "lm loss validation", "iteration-time"
+TRAINING, VALIDATION, SECONDS, NORM = "lm loss", "lm loss validation", "iteration-time", "grad-norm"
+OUR_SECONDS = "optimus-cc/iteration seconds"
+"""Tag of the seconds that our own metrics have at each logging interval."""
+
 _BY_SAMPLES = " vs samples"
 """End of the tags of which Megatron counts the steps in samples."""
 
@@ -119,8 +122,8 @@ class Record:
 
     @property
     def seconds(self) -> Curve:
-        """The seconds of each iteration; event files lack the first one."""
-        return self.curve(SECONDS)
+        """The seconds of each iteration, or of those that our own metrics have; event files lack the first one."""
+        return self.curve(SECONDS if SECONDS in self.scalars else OUR_SECONDS)
 
     def sent(self, traffic_class: str) -> Curve:
         """Return the bytes of a class of traffic that were sent."""
@@ -141,7 +144,7 @@ def read_run(path: Path) -> Record:
         return read_events(path)
     record = read_logs(path)
     if not record.scalars:
-        raise ReportError(
+        raise NoRows(
             f"{path}: no event files ({_EVENTS}), and no iterations with 'lm loss' in a log of Megatron (*.txt, *.log, "
             "*.out). Train with --tensorboard-dir FOLDER"
         )
@@ -176,7 +179,7 @@ def read_events(path: Path) -> Record:
             kept = _before(scalars, begins, samples)
             scalars = kept | {tag: kept.get(tag, {}) | values for tag, values in attempt.items()}
     if not scalars:
-        raise ReportError(f"{files[0]}: no scalars; the run may have ended before its first iteration. See its log")
+        raise NoRows(f"{files[0]}: no scalars; the run may have ended before its first iteration. See its log")
     fallback = next((each.fallback for each in reversed(read) if each.fallback), None)
     return Record(path, {tag: dict(sorted(values.items())) for tag, values in scalars.items()}, fallback, tuple(notes))
 
@@ -272,6 +275,8 @@ def read_logs(path: Path) -> Record:
                                 notes.append(_begins_again(log, iteration))
                         last = progress
                         scalars[TRAINING][iteration], scalars[SECONDS][iteration] = progress.loss, progress.seconds
+                        if progress.gradient_norm is not None:
+                            scalars[NORM][iteration] = progress.gradient_norm
                     elif " on test set" not in line:
                         # After training Megatron validates once more, on other samples.
                         scalars[VALIDATION].setdefault(progress.iteration, progress.loss)
