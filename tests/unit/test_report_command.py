@@ -351,3 +351,19 @@ def test_memory_and_the_trials_seconds_are_in_the_report(tmp_path: Path, capsys:
 def test_gradient_norms_are_read_from_a_log(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text(LOGGED + "\n")
     assert read_run(tmp_path).curve(NORM).values == (1.0,)
+
+
+def test_iterations_that_were_skipped_are_said_to_have_no_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # bigscience-workshop/Megatron-DeepSpeed 396: a log without a loss, in which every gradient norm is NaN.
+    skipped = LOGGED.replace("lm loss: 8.0E+00 | grad norm: 1.0", "loss scale: 1.0 | grad norm: nan")
+    (tmp_path / "log.txt").write_text(f"{skipped}\n{skipped}\n")
+    assert report(tmp_path, "--output", tmp_path / "out") == 2
+    assert (
+        f"{tmp_path}: 2 log lines of iterations have no loss: all were skipped, or it was not logged"
+        in capsys.readouterr().err
+    )
+    (tmp_path / "log.txt").write_text(f"{skipped}\n{logged(20)}")
+    record = read_run(tmp_path)
+    assert record.training.iterations == (20,) and "1 log lines of iterations have no loss" in record.notes[0]

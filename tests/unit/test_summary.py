@@ -38,5 +38,5 @@ def test_a_run_is_summed_up_in_seconds_bytes_and_memory(compared: Compared | Non
 
 def test_reports_count_by_their_iterations_and_one_node_has_no_traffic_between_nodes() -> None:
     found = summary(nodes=False)
-    found.add(Report({DP_GRADIENTS: (6e8, 6e8)}, (), seconds={"iteration": 1.0}), 10)
-    assert "; 375.0 of 825.0 MB (45.5 %) sent in each; up to" in found.line(None)
+    found.add(Report({DP_GRADIENTS: (6e8, 6e8)}, (), seconds={"iteration": 1.0}), 20)
+    assert "; 420.0 of 780.0 MB (53.8 %) sent in each; up to" in found.line(None)

@@ -25,6 +25,7 @@ _ITERATION = re.compile(
     r"iteration\s+(?P<iteration>\d+)/\s*(?P<total>\d+) \|.*?"
     r"elapsed time per iteration \(ms\): (?P<milliseconds>[\d.]+) \|.*?lm loss: (?P<loss>\S+) \|"
 )
+_TIMED = re.compile(r"iteration\s+\d+/\s*\d+ \|.*?elapsed time per iteration")
 _NORM = re.compile(r"grad norm: (\S+) \|")
 _VALIDATION = re.compile(r"validation loss at iteration (?P<iteration>\d+)\b.*?lm loss value: (?P<loss>\S+) \|")
 _TECHNIQUES = re.compile(r"^optimus-cc: (?P<techniques>.+) on megatron-core \S+$")
@@ -104,6 +105,11 @@ def parse_progress(line: str) -> Progress | None:
     if match := _VALIDATION.search(line):
         return Progress(int(match["iteration"]), float(match["loss"]))
     return None
+
+
+def lacks_loss(line: str) -> bool:
+    """Return whether a line is one of iterations without a loss, as Megatron logs them if all were skipped."""
+    return _TIMED.search(line) is not None and " loss: " not in line
 
 
 def parse_techniques(line: str) -> str | None:

@@ -11,7 +11,14 @@ from statistics import mean, quantiles
 from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.metrics.traffic import FALLBACK
 from optimus_cc_ext.tools.report import NoRows, ReportError
-from optimus_cc_ext.tools.report.log_lines import Progress, log_files, parse_fallback, parse_progress, parse_scalars
+from optimus_cc_ext.tools.report.log_lines import (
+    Progress,
+    lacks_loss,
+    log_files,
+    parse_fallback,
+    parse_progress,
+    parse_scalars,
+)
 
 _EVENTS = "events.out.tfevents.*"
 TRAINING, VALIDATION, SECONDS, NORM = "lm loss", "lm loss validation", "iteration-time", "grad-norm"
@@ -143,6 +150,8 @@ def read_run(path: Path) -> Record:
     if re.search(r"\.tfevents\.", path.name) or (path.is_dir() and next(path.rglob(_EVENTS), None)):
         return read_events(path)
     record = read_logs(path)
+    if not record.scalars and record.notes:
+        raise NoRows(f"{path}: {record.notes[0]}")
     if not record.scalars:
         raise NoRows(
             f"{path}: no event files ({_EVENTS}), and no iterations with 'lm loss' in a log of Megatron (*.txt, *.log, "
@@ -262,6 +271,7 @@ def read_logs(path: Path) -> Record:
     fallback: str | None = None
     notes: list[str] = []
     last: Progress | None = None
+    skipped = 0
     for log in sorted(log_files(path) if path.exists() else [], key=_log_order):
         iteration = 0
         with log.open(encoding="utf-8", errors="replace") as lines:
@@ -282,7 +292,9 @@ def read_logs(path: Path) -> Record:
                         scalars[VALIDATION].setdefault(progress.iteration, progress.loss)
                 for tag, value in parse_scalars(line).items():
                     scalars[tag][iteration] = value
-                fallback = parse_fallback(line) or fallback
+                fallback, skipped = parse_fallback(line) or fallback, skipped + lacks_loss(line)
+    if skipped:
+        notes.append(f"{skipped} log lines of iterations have no loss: all were skipped, or it was not logged")
     return Record(path, dict(scalars), fallback, tuple(notes))
 
 
