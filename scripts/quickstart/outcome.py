@@ -61,6 +61,12 @@ class Outcome:
         config = self.settings.config_of(self.runs["compressed"].flags)
         return 1 / planned(self.settings, config, bits_per_second(self.settings.rate), vanilla, ours)
 
+    @property
+    def _speed(self) -> tuple[str, str]:
+        """The words and the number of the speed-up, or of what is slower."""
+        factor = self.speedup
+        return ("times as fast", f"{factor:.2f}") if factor >= 1 else ("times as slow", f"{1 / factor:.2f}")
+
     def numbers(self) -> list[Number]:
         """Return the most important numbers, in the order of importance."""
         settings, comparison = self.settings, self.comparison
@@ -71,8 +77,10 @@ class Outcome:
         if settings.shaped:
             *_, (unshaped, free) = comparison.seconds().items()
             without, with_ours = (median for _, median, _ in free.values())
+            change = relative(with_ours, without)
+            how = "as fast" if abs(change) < 0.01 else f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
             speed = (
-                f"on {here}; every rank on a host of its own. On {unshaped} it gains nothing: {with_ours:.2f} s,"
+                f"on {here}; every rank on a host of its own. On {unshaped} it is {how}: {with_ours:.2f} s,"
                 f" {without:.2f} s vanilla"
             )
         else:
@@ -90,7 +98,7 @@ class Outcome:
         bytes_sent = f"{everything.sent / 1e6:.1f} of {everything.raw / 1e6:.1f} MB an iteration, all ranks"
         loss = f"{losses[1]:.4f} compressed, {losses[0]:.4f} vanilla, same seed and text{band}"
         return [
-            Number("times as fast", f"{self.speedup:.2f}", speed),
+            Number(*self._speed, speed),
             Number("bytes sent", f"{everything.ratio:.1%}", f"of vanilla's: {bytes_sent}"),
             Number("validation loss", f"{relative(losses[1], losses[0]):+.2%}", loss),
         ]
@@ -125,7 +133,7 @@ class Outcome:
         speed, _, loss = numbers = self.numbers()
         kind = "" if settings.shaped else " (planned)"
         return self.comparison.document(
-            f"{speed.value} {speed.name}{kind}, {loss.name} {loss.value}",
+            f"{speed.value} {speed.name}{kind} on {settings.links}, {loss.name} {loss.value}",
             f"The same GPT ({settings.parameters / 1e6:.1f} million parameters), the same seed and the same text,"
             f" trained twice by NVIDIA Megatron on {settings.arranged}: once vanilla, once with its traffic compressed"
             f" by optimus_cc_ext. {settings.iterations} iterations each, on {self.text}.",

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from optimus_cc_ext.tools import cli
 from tests.browser import SCHEMES, WIDTHS, Page, browser, needs_browser
+from tests.unit.test_quickstart import outcome_of
+from tests.unit.test_report_command import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRAST = 4.5
@@ -87,7 +90,30 @@ def plan(_folder: Path) -> Path:
     return ROOT / "docs" / "plan.html"
 
 
-@pytest.mark.parametrize("make", [plan])
+def quickstart(folder: Path) -> Path:
+    outcome_of().write(folder)
+    return folder / "index.html"
+
+
+def alarm(folder: Path) -> Path:
+    outcome_of(raw_bytes=2.0).write(folder)
+    return folder / "index.html"
+
+
+def two_runs(folder: Path) -> Path:
+    write_run(folder / "a" / "tensorboard")
+    write_run(folder / "b" / "tensorboard", loss=9.0)
+    assert cli.main(["report", str(folder / "a"), str(folder / "b"), "--output", str(folder / "out")]) == 0
+    return folder / "out" / "index.html"
+
+
+def vanilla(folder: Path) -> Path:
+    write_run(folder / "plain", ours=False)
+    assert cli.main(["report", str(folder / "plain"), "--output", str(folder / "out")]) == 0
+    return folder / "out" / "index.html"
+
+
+@pytest.mark.parametrize("make", [plan, quickstart, alarm, two_runs, vanilla])
 def test_a_page_can_be_read_on_a_phone_and_on_a_desk_in_light_and_in_the_dark(
     page: Page, make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -133,3 +159,12 @@ def test_the_planners_page_is_used_by_keyboard_alone(page: Page, width: int) -> 
     assert "25 GbE, replicas on a node: 1" in page.run(where)
     assert page.run("document.activeElement.dataset.net") == "25gbe", "the focus is lost by the choice"
     assert page.run("document.activeElement.getAttribute('aria-pressed')") == "true"
+
+
+def test_the_long_texts_of_a_page_unfold_by_keyboard(page: Page, tmp_path: Path) -> None:
+    page.open(quickstart(tmp_path))
+    assert len(tabbed(page)) == page.run("document.querySelectorAll('summary, button, a[href]').length") > 0
+    page.open(tmp_path / "index.html")
+    page.press("Tab")
+    page.press("Enter")
+    assert page.run("document.querySelector('details').open")

@@ -198,15 +198,15 @@ def test_pictures_are_saved_as_png_svg_and_pdf_without_overlapping_the_edges(
     comparison: Comparison, tmp_path: Path
 ) -> None:
     figures = {
-        "losses": pictures.loss_curves("Loss", {n: run.training for n, run in comparison.runs.items()}, band=0.0012),
-        "long names": pictures.loss_curves(
-            "Loss", {f"{n} of seed 1, again": r.training for n, r in comparison.runs.items()}
+        "losses": pictures.loss_curves("Loss", {n: run.training for n, run in comparison.runs.items()}),
+        "long names": pictures.loss_difference(
+            "Loss", {f"{n} of seed 1, again": r.training for n, r in comparison.runs.items()}, band=0.0012
         ),
-        "traffic": pictures.traffic_bars("compressed", shares(comparison.last)),
         "gain": pictures.gain(
             comparison.seconds(),
             {n: run.validation for n, run in comparison.runs.items()},
             {n: shares(run) for n, run in comparison.runs.items()},
+            None,
         ),
     }
     for name, figure in figures.items():

@@ -30,7 +30,7 @@ from optimus_cc_ext.tools.report.record import (
 )
 from optimus_cc_ext.tools.report.table import Cell, Table, printed
 
-PICTURES = ("gain", "training_loss", "validation_loss", "gradient_norm", "seconds", "traffic", "errors")
+PICTURES = ("gain", "training_loss", "validation_loss", "loss_difference", "gradient_norm", "seconds", "errors")
 """Names of the pictures, without the suffixes `.png`, `.svg` and `.pdf`; a picture without data is not drawn."""
 
 FILES = (
@@ -158,7 +158,8 @@ class Comparison:
         ):
             found = [unit * record.curve(tag).last for record in self.runs.values()]
             rows += [_row(what, found, form)] if not all(map(isnan, found)) else []
-        return Table(self._columns(), rows, "Time and memory", "Medians.", name="times")
+        bars = tuple(self.runs) if len(self.runs) > 1 else ()
+        return Table(self._columns(), rows, "Time and memory", "Medians.", bars=bars, name="times")
 
     def seconds(self) -> dict[str, dict[str, tuple[float, float, float]]]:
         """Return the quartiles of the seconds per iteration, by span and run."""
@@ -187,7 +188,8 @@ class Comparison:
             rows.insert(len(rows) - 1, (f"of these {BETWEEN_NODES}", f"{both[0][0] / 1e6:.3f}", *cells))
         columns = ("", "raw MB", *(cell for name in shown for cell in (f"{name}, MB", "of raw")))
         note = "Logical bytes. Raw: the bytes that vanilla Megatron sends."
-        return Table(columns, rows, "Traffic per iteration, all ranks", note, last_is_sum=True, name="traffic")
+        title, bars = "Traffic per iteration, all ranks", tuple(name for name in columns if name.endswith("MB"))
+        return Table(columns, rows, title, note, last_is_sum=True, bars=bars, name="traffic")
 
     def compression(self) -> Table:
         """Return the table of mean error, residual norm and milliseconds of each technique, by stage."""
@@ -202,7 +204,8 @@ class Comparison:
             (row, *(values[c] * kinds[c[1]][1] if c in values else None for c in columns))
             for row, values in sorted(found.items())
         ]
-        titles = [f"{name}: {kinds[kind][0]}" if len(self.runs) > 1 else kinds[kind][0] for name, kind in columns]
+        several = len({name for name, _ in columns}) > 1
+        titles = [f"{name}: {kinds[kind][0]}" if several else kinds[kind][0] for name, kind in columns]
         note = "Error: |compression error| / |compressed tensor|."
         return Table(("", *titles), rows, "Compression", note, name="compression")
 
@@ -225,46 +228,74 @@ class Comparison:
             *before,
             *([alarm] if complaints else []),
             *([Box("Not compressed by Triton's kernels", [Points.of(self.fallbacks())])] if self.fallbacks() else []),
-            *(picture for picture in drawn if picture.name == "gain"),
-            Box("", [picture for picture in drawn if picture.name != "gain"], "grid wide"),
-            Box("", self.tables(), "grid wide"),
+            Box("", [*self.tables(), *drawn], "grid wide"),
             *([Box("Not logged", [Points.of(missing)])] if missing else []),
             *([Box("Left out", [Points.of(self.left_out())])] if self.left_out() else []),
             *after,
         ]
         empty = [table for table in (self.traffic(), self.compression()) if not table.rows]
-        return ReportDocument(title, lead, parts, files=[*empty, self.scalars()])
+        return ReportDocument(title, lead, parts, files=[*empty, self.scalars(), *self._gain()])
 
     def _pictures(self) -> list[Picture]:
         # The pictures are imported here: matplotlib takes a second, which the tables should not wait for.
         from optimus_cc_ext.tools.report import pictures
 
-        drawn, by_run = [], self._shares()
-        whole = all({TRAINING, VALIDATION} <= record.scalars.keys() for record in self.runs.values())
-        if len(self.runs) > 1 and whole and len(by_run) == len(self.runs) and not _lacks(self.seconds()):
-            drawn.append(Picture("gain", pictures.gain(self.seconds(), self._curves(VALIDATION), by_run)))
-        for name, tag, band in (("training", TRAINING, None), ("validation", VALIDATION, self.band)):
-            if all(tag in record.scalars for record in self.runs.values()):
-                figure = pictures.loss_curves(f"{name.capitalize()} loss", self._curves(tag), band)
-                drawn.append(Picture(f"{name}_loss", figure))
+        drawn, two = [], len(self.runs) > 1
+        known = [tag for tag in (TRAINING, VALIDATION) if all(tag in record.scalars for record in self.runs.values())]
+        for tag in known if not self.first_is_vanilla else ():
+            name = "training_loss" if tag == TRAINING else "validation_loss"
+            title = name.capitalize().replace("_", " ")
+            drawn.append(Picture(name, pictures.loss_curves(title, self._curves(tag)), _said(title, self._curves(tag))))
+        if two and (shared := [tag for tag in known if pictures.differences(self._curves(tag))]):
+            title = f"{'Validation' if shared[-1] == VALIDATION else 'Training'} loss: difference"
+            figure = pictures.loss_difference(title, self._curves(shared[-1]), self.band)
+            drawn.append(Picture("loss_difference", figure, self._difference(shared[-1])))
         for name, title, label, drawable in (
             ("gradient_norm", "Gradient norm", "before clipping", self._curves(NORM)),
             ("seconds", "Seconds per iteration", "s", {name: each.seconds for name, each in self.runs.items()}),
         ):
-            if any(curve.values for curve in drawable.values()):
-                drawn.append(Picture(name, pictures.curves(title, label, drawable)))
-        if by_run:
-            drawn.append(Picture("traffic", pictures.traffic_bars(*list(by_run.items())[-1])))
+            if any(curve.values for curve in drawable.values()) and not self.first_is_vanilla:
+                drawn.append(Picture(name, pictures.curves(title, label, drawable), _said(title, drawable)))
         errors = {
-            f"{name}: {_place(match)}": record.curve(tag)
+            (name, _place(match)): record.curve(tag)
             for name, record in self.runs.items()
             for tag, match in _compression(record)
             if match["kind"] == "relative error"
         }
         if errors:
-            figure = pictures.curves("Relative compression error", "|error| / |compressed tensor|", errors)
-            drawn.append(Picture("errors", figure))
+            several = len({name for name, _ in errors}) > 1
+            named = {f"{name}: {place}" if several else place: curve for (name, place), curve in errors.items()}
+            figure = pictures.curves("Relative compression error", "|error| / |compressed tensor|", named)
+            means = "; ".join(f"{name}: {curve.mean:.2%}" for name, curve in named.items())
+            drawn.append(Picture("errors", figure, f"Relative compression error, means: {means}."))
         return drawn
+
+    def _gain(self) -> list[Picture]:
+        """Return the picture of seconds, bytes and loss, which the page tells in tables with bars; none for one run."""
+        from optimus_cc_ext.tools.report import pictures
+
+        seconds, by_run = self.seconds(), self._shares()
+        whole = all({TRAINING, VALIDATION} <= record.scalars.keys() for record in self.runs.values())
+        if len(self.runs) < 2 or not whole or len(by_run) < len(self.runs) or _lacks(seconds):
+            return []
+        if not pictures.differences(self._curves(VALIDATION)):
+            return []
+        times = "; ".join(
+            f"{where}: {', '.join(f'{name} {median:.2f} s' for name, (_, median, _) in by_name.items())}"
+            for where, by_name in seconds.items()
+        )
+        sent = ", ".join(f"{name} {shares[-1].sent / 1e6:.1f} MB" for name, shares in by_run.items())
+        figure = pictures.gain(seconds, self._curves(VALIDATION), by_run, self.band)
+        return [Picture("gain", figure, f"{times}. Sent: {sent}. {self._difference(VALIDATION)}")]
+
+    def _difference(self, tag: str) -> str:
+        from optimus_cc_ext.tools.report.pictures import differences
+
+        (first, last), gaps = self.runs, differences(self._curves(tag))
+        ended, largest = gaps[max(gaps)], max((abs(gap) for gap in gaps.values() if isfinite(gap)), default=nan)
+        band = f"; {first}'s own batches in another order move it by {self.band:.2%}" if self.band else ""
+        loss = "Validation loss" if tag == VALIDATION else "Training loss"
+        return f"{loss} of {last} over {first}'s: {ended:+.2%} at the end, at most {largest:.2%}{band}."
 
     def _shares(self) -> dict[str, list[Share]]:
         """Return the bytes of each run that has logged them, by class."""
@@ -299,6 +330,12 @@ def _not_finite(name: str, record: Record) -> Iterator[str]:
     for tag in (TRAINING, VALIDATION, NORM):
         if bad := [i for i, value in record.scalars.get(tag, {}).items() if not isfinite(value)]:
             yield f"{name}: {tag} is not finite in {len(bad)} iterations, from {bad[0]} on; these are not drawn"
+
+
+def _said(title: str, curves: Mapping[str, Curve]) -> str:
+    """Return a title, and the first and the last value of each curve that has any."""
+    ends = (f"{name} {curve.values[0]:.4g} to {curve.last:.4g}" for name, curve in curves.items() if curve.values)
+    return f"{title}: {'; '.join(ends)}."
 
 
 def _compression(record: Record) -> Iterator[tuple[str, re.Match[str]]]:

@@ -122,8 +122,8 @@ class ReportDocument:
     title: str
     lead: str
     parts: Sequence[Part]
-    files: Sequence[Table] = ()
-    """Tables that are written as CSV only."""
+    files: Sequence[Table | Picture] = ()
+    """Tables and pictures that are written as files only."""
 
     def markdown(self) -> str:
         """Return the document as Markdown, with pictures as links to their PNG files."""
@@ -175,7 +175,7 @@ def _html(part: Part) -> str:
         case Picture():
             # SVG inside the page is sharp at any size, and its words are text. HTML knows its namespaces.
             svg = part.files["svg"].decode()
-            return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg") :])
+            return re.sub(r'\A.*?(?=<svg)| xmlns(:\w+)?="[^"]*"', "", svg, flags=re.DOTALL)
         case Points(items, note):
             lines = (f"{f'<b>{escape(name)}</b>: ' if name else ''}{escape(text)}" for name, text in items)
             below = f'<p class="note">{escape(note)}</p>' if note else ""

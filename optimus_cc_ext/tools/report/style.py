@@ -6,7 +6,7 @@ from html import escape
 TONES = {
     "ink": ("#24292f", "#e6edf3"), "dim": ("#57606a", "#9da7b3"), "line": ("#e3e7ec", "#30363d"),
     "ground": ("#f6f8fa", "#0d1117"), "card": ("#ffffff", "#161b22"), "axis": ("#b6bec8", "#6a737d"),
-    "faint": ("#c9d1da", "#444c56"), "alarm": ("#86181d", "#ffb4ad"), "alarm-ground": ("#fff1f0", "#3b1a1c"),
+    "alarm": ("#86181d", "#ffb4ad"), "alarm-ground": ("#fff1f0", "#3b1a1c"),
     "blue": ("#3b6fb6", "#6ea3e8"), "orange": ("#e07b1f", "#f0923b"), "teal": ("#2a9d8f", "#3fc1b1"),
     "red": ("#c2453d", "#ef7a72"), "purple": ("#7b5ea7", "#b296dc"), "yellow": ("#e0a21f", "#e8b64a"),
     "link": ("#2f62a8", "#6ea3e8"), "pick": ("#2f62a8", "#2f62a8"), "on-pick": ("#fefefe", "#fefefe"),

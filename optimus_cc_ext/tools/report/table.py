@@ -3,9 +3,10 @@
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ class Table:
     title: str = ""
     note: str = ""
     last_is_sum: bool = False
+    bars: Sequence[str] = ()
+    """Columns whose numbers have bars on the page: of one scale above a sum, else of a scale for each row."""
+
     name: str = ""
     """File name, without the suffix, of the CSV that a document writes; empty: none is written."""
 
@@ -76,16 +80,24 @@ class Table:
     def html(self) -> str:
         """Return table and note as HTML; the title is left to the surrounding box."""
         head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
-        rows = ["".join(map(self._cell_html, self.columns, row)) for row in self.rows]
+        lengths = [
+            max((abs(_value(row[self.columns.index(name)])) for name in self.bars), default=0) for row in self.rows
+        ]
+        scales = [*[max(lengths[:-1], default=0)] * (len(lengths) - 1), 0] if self.last_is_sum else lengths
+        rows = ["".join(self._cells_html(row, scale)) for row, scale in zip(self.rows, scales, strict=True)]
         marks = [""] * (len(rows) - 1) + [' class="sum"' if self.last_is_sum else ""]
         body = "".join(f"<tr{mark}>{row}</tr>" for mark, row in zip(marks, rows, strict=False))
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         return f'<table class="stack"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}'
 
-    def _cell_html(self, column: str, cell: Cell) -> str:
-        # On a phone a row is a block, in which each cell stands behind the name of its column.
-        name = f' data-name="{escape(column)}"' if column and column != self.columns[0] else ""
-        return f"<td{name}>{escape(_for_people(cell))}</td>"
+    def _cells_html(self, row: tuple[Cell, ...], largest: float) -> Iterator[str]:
+        for place, (column, cell) in enumerate(zip(self.columns, row, strict=True)):
+            # On a phone a row is a block, in which each cell stands behind the name of its column.
+            name, bar = f' data-name="{escape(column)}"' if place else "", ""
+            if column in self.bars and largest:
+                width, tone = abs(_value(cell)) / largest, ("blue", "orange")[self.bars.index(column) % 2]
+                bar = f'<span class="bar" style="width:{width:.1%};background:var(--{tone})"></span>'
+            yield f"<td{name}>{escape(_for_people(cell))}{bar}</td>"
 
 
 def printed(tables: Sequence[Table], form: str) -> str:
@@ -102,6 +114,11 @@ def _number(text: str) -> Cell:
         except ValueError:
             continue
     return text
+
+
+def _value(cell: Cell) -> float:
+    """Return a cell, which may be a formatted number, as a number; 0 if it is unknown or not finite."""
+    return float(cell or 0) if not _unknown(cell) and isfinite(float(cell or 0)) else 0.0
 
 
 def _unknown(cell: Cell) -> bool:
