@@ -179,7 +179,16 @@ def test_ranks_agree_about_the_kernels_of_every_class(traffic: TrafficClass) -> 
 
 
 def test_the_planner_tries_every_class_in_every_format_by_the_names_that_it_always_printed() -> None:
-    for name in ("CB low-rank", "CB int8", "forward int8", "DP low-rank", "DP int4", "FE", "FE int4", "gather int8"):
+    for name in (
+        "backward low-rank",
+        "backward int8",
+        "forward int8",
+        "gradients low-rank",
+        "gradients int4",
+        "embedding in one reduction",
+        "embedding int4",
+        "gather int8",
+    ):
         assert name in VARIANTS
     layout = Layout(
         stages=4, data_parallel=4, tied_embeddings=True, distributed_optimizer=True, master_copies=True,

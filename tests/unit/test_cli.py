@@ -65,10 +65,9 @@ def test_on_this_machine_everything_holds() -> None:
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.startswith("ok   this machine") and found.stderr == "", "the verdict comes first"
-    lines = [line.split(maxsplit=1) for line in found.stdout.splitlines()]
-    assert not [line for line in lines if line[0] == "FAIL"]
-    holding = [rest.split()[1] for mark, rest in lines if mark == "ok" and rest.startswith("seam ")]
-    assert sorted(holding) == sorted(SEAMS)
+    lines = found.stdout.splitlines()
+    assert len(lines) <= 10 and max(map(len, lines)) <= 120, "a person reads all of it"
+    assert f"{len(SEAMS)} functions of Megatron to wrap are as expected (--json lists them)" in found.stdout
     said = "\n".join(re.sub(" +", " ", line) for line in found.stdout.splitlines())
     assert f"optimus_cc_ext {__version__}" in said
     assert f"megatron-core {SUPPORTED_MEGATRON[-1]}" in said

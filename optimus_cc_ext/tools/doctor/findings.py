@@ -1,7 +1,8 @@
 """Findings of doctor: lines with a mark, and their output as text or JSON."""
 
 import json
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +15,25 @@ class Finding:
     state: str
     mark: Literal["ok", "FAIL", "warn", ""] = ""
     """The mark before the line; empty: the line only informs."""
+
+    group: Literal["", "packages", "seams"] = ""
+    """Group whose findings without a fault share a line on the terminal; JSON has each."""
+
+
+def _in_groups(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield the findings, with one in place of all of a group."""
+    told = set()
+    for finding in findings:
+        if not finding.group or finding.mark == "FAIL":
+            yield finding
+        elif finding.group not in told:
+            told.add(finding.group)
+            mine = [each for each in findings if each.group == finding.group and each.mark != "FAIL"]
+            names = textwrap.fill(
+                ", ".join(f"{each.subject} {each.state}" for each in mine), 88, break_on_hyphens=False
+            )
+            seams = f"{len(mine)} functions of Megatron to wrap are as expected (--json lists them)"
+            yield Finding(finding.group, seams if finding.group == "seams" else names, finding.mark)
 
 
 @dataclass
@@ -28,7 +48,7 @@ class Diagnosis:
 
     def lines(self) -> Iterable[str]:
         """Yield the lines for the terminal."""
-        shown = [self.verdict, *self.findings]
+        shown = [self.verdict, *_in_groups(self.findings)]
         width = max(len(finding.subject) for finding in shown)
         for finding in shown:
             first, *rest = finding.state.splitlines() or [""]

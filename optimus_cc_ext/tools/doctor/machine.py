@@ -7,6 +7,7 @@ import platform
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from optimus_cc_ext._version import __version__
 from optimus_cc_ext.errors import UnsupportedMegatron, require_megatron, require_torch
@@ -36,13 +37,13 @@ def find_checkout(script: str | None) -> None:
 
 def packages() -> list[Finding]:
     """Return the versions of the packages that training depends on."""
-    found = [Finding("python", platform.python_version()), Finding("optimus_cc_ext", __version__)]
+    found = {"python": platform.python_version(), "optimus_cc_ext": __version__}
     for name in PACKAGES:
         try:
-            found.append(Finding(name, importlib.metadata.version(name)))
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found.append(Finding(name, "not installed"))
-    return found
+            found[name] = "not installed"
+    return [Finding(name, state, group="packages") for name, state in found.items()]
 
 
 def kernels() -> Finding:
@@ -80,7 +81,8 @@ def seams() -> list[Finding]:
     attributes = [name for name, reason in parts.items() if name.startswith("attribute ") and reason is None]
     for name, reason in parts.items():
         if name not in attributes:
-            found.append(Finding(name, reason or "is as expected", "FAIL" if reason else "ok"))
+            group: Literal["", "seams"] = "seams" if name.startswith("seam ") else ""
+            found.append(Finding(name, reason or "is as expected", "FAIL" if reason else "ok", group))
     return [*found, Finding("attributes", f"{len(attributes)} that are read are as expected", "ok")]
 
 

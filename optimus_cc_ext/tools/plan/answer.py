@@ -114,14 +114,14 @@ def answers(band: Band, job: Job) -> list[Answer]:
 
 def recommended(cluster: Cluster, job: Job, band: Band, found: Sequence[Answer], vanilla: Variant) -> Variant:
     """Return the variant that follows from the answers, under its preset's name if it has one; vanilla if no class is
-    taken, or all together do not surely gain `WORTH`.
+    taken, or all together do not surely gain enough.
     """
     flags = _flags([answer.traffic for answer in found if answer.taken])
     config, preset = config_in(flags, job), config_in(BALANCED, job)
     if flags and all(config.format_of(traffic) == preset.format_of(traffic) for traffic in classes.CLASSES):
         flags, config = [*BALANCED], preset
     gain = band.gain(config)
-    if not flags or gain.verdict != "pays":
+    if not flags or gain.word != "yes":
         return vanilla
     used = check_memory(cluster, job, config)
     return Variant("recommended", " ".join(flags), config, band.results(config)[0], gain, used)
@@ -134,16 +134,21 @@ def in_bf16(job: Job) -> Job | None:
 
 def answer_lines(cluster: Cluster, job: Job, found: Sequence[Answer], chosen: Variant, all_of_them: Sequence[Variant],
                  layout_words: str) -> list[str]:  # fmt: skip
-    """Return the answer: a sentence for each class, then the command line to use, and what equals it."""
+    """Return the answer: one sentence with one number, the command line to use, a sentence for each class, and what
+    equals it.
+    """
     vanilla = all_of_them[0].result.seconds
-    said = [answer.sentence(vanilla) for answer in found]
+    classes_said = [answer.sentence(vanilla) for answer in found]
     if not chosen.flags:
-        return [*said, f"use no compression: nothing here surely gains {100 * WORTH:g} %"]
+        preset = next((v for v in all_of_them if v.flags == " ".join(BALANCED)), None)
+        if preset and preset.gain.word != "no":
+            return [_headline("maybe", preset), *classes_said]
+        return [
+            f"no: compression saves less than {100 * LEAST_GAIN:g} % of an iteration here. Most seconds go to "
+            f"{limits(job, all_of_them[0])}", *classes_said,
+        ]  # fmt: skip
     gain = chosen.gain
-    said.append(
-        f"use: {layout_words} {chosen.flags}   ({100 * gain.planned:.1f} % less time, "
-        f"{100 * gain.least:.1f} to {100 * gain.most:.1f} %; {PRICE})"
-    )
+    said = [_headline("yes", chosen), f"use: {layout_words} {chosen.flags}   ({PRICE})", *classes_said]
     int4 = config_in([*chosen.flags.split(), classes.DP_GRADIENTS.format_flag, "int4"], job)
     if chosen.config.format_of(classes.DP_GRADIENTS) == "int8":
         more = chosen.result.seconds - iteration(cluster, job, int4).seconds
@@ -152,6 +157,32 @@ def answer_lines(cluster: Cluster, job: Job, found: Sequence[Answer], chosen: Va
         )
     equal = [v.name for v in all_of_them[1:] if v.flags != chosen.flags and gain.least <= v.gain.planned <= gain.most]
     return said + ([f"within the band of it, without regard to loss: {', '.join(equal)}"] if equal else [])
+
+
+def _headline(word: str, variant: Variant) -> str:
+    gain = variant.gain
+    return (
+        f"{word}: {100 * gain.planned:.0f} % less time with {variant.flags} "
+        f"({100 * gain.least:.0f} to {100 * gain.most:.0f} %)"
+    ) + ("" if word == "yes" else "; it measures itself in the run's first iterations, and goes dense if it is slower")
+
+
+LIMITS = {
+    "bubble": "the bubble of the pipeline", "tensor parallel": "tensor parallelism inside a node",
+    "context parallel": "context parallelism", "expert dispatch": "the dispatcher of tokens",
+    "expert gradient": "the dispatcher of tokens", "optimizer": "the optimizer's step",
+}  # fmt: skip
+"""Words for the parts of an iteration whose names do not say enough."""
+
+
+def limits(job: Job, vanilla: Variant) -> str:
+    """Return the two parts of vanilla's iteration that take most of its seconds, as words."""
+    parts: dict[str, float] = {}
+    for name, seconds in breakdown(job, vanilla.result).items():
+        words = LIMITS.get(name, name)
+        parts[words] = parts.get(words, 0.0) + seconds
+    largest = sorted(parts, key=lambda words: -parts[words])[:2]
+    return ", then ".join(f"{words} ({100 * parts[words] / vanilla.result.seconds:.0f} %)" for words in largest)
 
 
 def trials(band: Band, found: Sequence[Variant]) -> list[str]:

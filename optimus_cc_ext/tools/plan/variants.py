@@ -22,8 +22,8 @@ from optimus_cc_ext.tools.plan.published import band_of
 from optimus_cc_ext.tools.plan.traffic import DENSE
 
 SHORT = {
-    "pipeline_forward": "forward", "compressed_backprop": "CB", "dp_compression": "DP", "fused_embedding_sync": "FE",
-    "param_gather": "gather", "expert_dispatch": "dispatch",
+    "pipeline_forward": "forward", "compressed_backprop": "backward", "dp_compression": "gradients",
+    "fused_embedding_sync": "embedding", "param_gather": "gather", "expert_dispatch": "dispatch",
 }  # fmt: skip
 """The names of classes of traffic in the planner's rows, where they differ from those in the log."""
 
@@ -40,7 +40,7 @@ def _each_alone() -> Iterator[tuple[str, str]]:
             elif form != "dense":
                 yield f"{short} {form}", f"{row.format_flag} {form}"
             elif row is classes.EMBEDDING:
-                yield short, row.flag
+                yield f"{short} in one reduction", row.flag
 
 
 FEWEST = "paper, fewest stages"
