@@ -150,7 +150,7 @@ def test_the_readme_repeats_the_losses_of_the_evidence_and_the_size_of_the_exten
 
 def test_the_readmes_picture_and_set_up_stand_on_the_first_screen() -> None:
     first = "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
-    for word in ("./scripts/setup_env.sh", "./scripts/quickstart.sh", "docs/images/quickstart.png"):
+    for word in ("./scripts/setup_env.sh", "./scripts/quickstart.sh", "docs/images/coding.svg"):
         assert word in first
 
 
