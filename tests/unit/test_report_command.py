@@ -306,7 +306,7 @@ def test_of_a_run_that_is_short_or_not_finite_the_report_says_what_is_missing_an
 ) -> None:
     def drawn(picture: Picture) -> dict[str, bytes]:
         picture.figure.draw_without_rendering()
-        return dict.fromkeys(("png", "svg", "pdf"), b"")
+        return dict.fromkeys(("png", "svg", "pdf"), b"<svg></svg>")
 
     monkeypatch.setattr(Picture, "files", property(drawn))
     good = write_run(tmp_path / "good").parent
@@ -314,6 +314,9 @@ def test_of_a_run_that_is_short_or_not_finite_the_report_says_what_is_missing_an
     write_run(empty, first=2, last=1)
     with SummaryWriter(str(one)) as writer:
         writer.add_scalar(TRAINING, 8.0, 1)
+        for name, both in CLASSES.items():
+            for side, nbytes in zip(("raw", "sent"), both, strict=True):
+                writer.add_scalar(f"optimus-cc/{name} {side} bytes", nbytes, 1)
     with SummaryWriter(str(bad)) as writer:
         for iteration, value in enumerate((5.0, 0.0, math.nan, math.inf, 4.0, 3.0), start=1):
             for tag in (TRAINING, VALIDATION, NORM):
@@ -331,6 +334,7 @@ def test_of_a_run_that_is_short_or_not_finite_the_report_says_what_is_missing_an
         assert said in (out := capsys.readouterr().out) and "final training loss" in out
         assert escape(said) in (tmp_path / "out" / "index.html").read_text()
         assert ("| seconds per iteration | 0.250 |" in out) == (folders[0] == bad)
+        assert "not runs of the same training" not in out, "a run that ended early is one of the same training"
 
 
 def test_memory_and_the_trials_seconds_are_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

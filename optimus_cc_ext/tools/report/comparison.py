@@ -94,10 +94,11 @@ class Comparison:
             if self.first_is_vanilla and self.first.raw(name) != self.first.sent(name):
                 said.append(f"{name}: the vanilla run did not send its raw bytes")
             for (old, a), (new, b) in pairwise(self.runs.items()):
-                if a.raw(name).values and b.raw(name).values and a.raw(name) != b.raw(name):
+                raws = [dict(zip(each.raw(name).iterations, each.raw(name).values, strict=True)) for each in (a, b)]
+                if any(raws[0][common] != raws[1][common] for common in raws[0].keys() & raws[1].keys()):
                     said.append(
                         f"{name}: raw bytes per iteration are {b.raw(name).mean:,.0f} in {new}, {a.raw(name).mean:,.0f}"
-                        f" in {old}, or the logged iterations differ: these are not runs of the same training"
+                        f" in {old}: these are not runs of the same training"
                     )
         if len({record.training.iterations for record in self.runs.values()}) > 1:
             said.append("the two runs did not log the same iterations")
