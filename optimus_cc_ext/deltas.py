@@ -29,7 +29,7 @@ _PART = struct.Struct("<QQQ")
 follow, and the bytes of the values.
 """
 
-_SIGNATURE = b"OCCdelta"
+_SIGNATURE = b"OCCdelt2"
 _FEW = 1 / 6
 """Share of values below which only those that change are sent."""
 
@@ -101,8 +101,8 @@ def apply(old: Iterable[Tensor], delta: Buffer) -> list[Tensor]:
         each[where] = values
         at = end
     return [
-        (part if len(group) == 1 else part.clone()).view(torch.uint8)[: like.nbytes].view(like.dtype).view(like.shape)
-        .to(like.device)
+        _halves((part if len(group) == 1 else part.clone()).view(torch.uint8)[: like.nbytes], like, together=True)
+        .view(like.dtype).view(like.shape).to(like.device)
         for group, each in zip(_groups(before), patterns, strict=True)
         for like, part in zip(group, each.split([_padded(like.nbytes) // 2 for like in group]), strict=True)
     ]  # fmt: skip
@@ -136,9 +136,19 @@ def _patterns(group: list[Tensor]) -> Tensor:
     """Return a copy of the bytes of a group as flat int16 on the CPU, with zeros behind each tensor."""
     parts = []
     for each in group:
-        data = each.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8)
+        data = _halves(each.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8), each)
         parts += [data, data.new_zeros(_padded(len(data)) - len(data))]
     return torch.cat(parts).view(torch.int16)
+
+
+def _halves(data: Tensor, like: Tensor, *, together: bool = False) -> Tensor:
+    """Return bytes of values wider than 16 bits with all low halves in front of all high ones, which change less; or
+    `together` again.
+    """
+    if (count := like.element_size() // 2) < 2:
+        return data
+    rows = (count, -1) if together else (-1, count)
+    return data.view(torch.int16).view(rows).t().reshape(-1).view(torch.uint8)
 
 
 def _message(old: Tensor, new: Tensor) -> bytes:

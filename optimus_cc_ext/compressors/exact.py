@@ -3,37 +3,47 @@ restores them to the bit.
 
     1. d = ordered(new) - ordered(old), modulo 2^16      ordered: bit patterns in the order of the numbers
     2. z = 2 d for d >= 0, else -2 d - 1                 small numbers for small steps of either sign
-    3. Rice code: the lowest k bits of z as they are, and z >> k as so many zeros and a one
+    3. Rice code: z >> k zeros, a one, the lowest k bits of z; for 8 zeros or more: 8 zeros, a one, the 16 bits of z
 
-Patterns are all that counts, so that NaN, infinities and negative zero come through. A value's k follows from its old
-exponent by the table of its chunk, because the last place of a small value is small. There are no escapes: a table can
-say k = 15, where each value takes 16 or 17 bits, and a message that would be no shorter than the values is sent raw.
+Patterns are all that counts, so that NaN, infinities and negative zero come through. An optimizer's steps are about as
+long for small values as for large ones, whose last place is larger by their exponent: k = shift - exponent of the old
+value, from 0 to 15, where each piece of 64 lanes has its own shift, chosen by a few of their values.
 
-A message is [checksum of the old values, 0, or 1 if the values follow raw | chunks]. A chunk of `_CHUNK` values is
-[bytes of both sections | tables | section of ones | section of lowest bits]. Each `_KIND` values have a table of 256
-fields of 4 bits, because matrices and embeddings take different steps. The decoder finds each value by prefix sums, and
-needs nothing but the old values and the message.
+Lane j of a piece has the values j, j + 64, j + 128, ..., and words of its own, lowest bit first: on a GPU each thread
+packs one lane, and neighbouring threads read neighbouring values. A message is [checksum of the old values, 1 if the
+values follow raw, 0, 0, in int32 | words of each lane, uint8 | shift of each piece, uint8, and zeros up to a multiple
+of 4 bytes | words, lane after lane, int32]. A message that would be no shorter than the values is sent raw.
 """
 
 from collections.abc import Iterator
 from functools import cache
+from types import ModuleType
 
-import numpy as np
 import torch
 from torch import Tensor
 
 HEADER = 16
 """Number of bytes of the header at the start of a message."""
 
-_CHUNK, _CHUNK_ON_GPU = 1 << 18, 1 << 21
-"""Values that are encoded at once: fewer would cost more in calls than they gain by the cache. On a GPU, where the host
-waits for each chunk, a chunk takes some 100 MB for intermediate results.
+LANES, STEPS, SAMPLED = 64, 256, 32
+"""Lanes of a piece, most values of a lane, and the distance between steps whose values choose the piece's shift."""
+
+TOGETHER = 2048
+"""Lanes of a message that is shorter than `STEPS` times as many values: torch decodes a value of each of them at once.
+They have `SAMPLED` values at least.
 """
 
-_KIND = 1 << 15
-"""Values that share a table."""
+LIMIT, LONGEST = 8, 25
+"""Zeros that say that all bits of a difference follow, and the bits of such a code, the longest one."""
 
-_EXPONENTS, _LENGTHS, _WIDTHS = 256, 17, 16
+NO_EXPONENT, _NO_VALUE = 256, 16
+"""Exponent of a lane's places behind the last value, larger than any shift, and their width where codes are read."""
+
+GOLDEN = -0x61C88645
+"""2^32 times the golden ratio, as int32, and odd: its powers and multiples modulo 2^32 look as if drawn by chance."""
+
+_CHUNK = 1 << 20
+"""Values that torch encodes at once, with some 50 bytes of intermediate results each."""
 
 
 def raw_bytes(numel: int) -> int:
@@ -41,73 +51,144 @@ def raw_bytes(numel: int) -> int:
     return HEADER + 2 * numel
 
 
+def steps_of(numel: int) -> int:
+    """Return how many values the lanes of a message of `numel` values have: a power of two."""
+    return min(STEPS, 1 << (max(numel, SAMPLED * TOGETHER) - 1).bit_length() - (TOGETHER - 1).bit_length())
+
+
 @torch.no_grad()
-def encode(old: Tensor, new: Tensor, message: Tensor) -> int:
+def encode(old: Tensor, new: Tensor, message: Tensor, kernels: ModuleType | None = None) -> int:
     """Encode `new`, in bf16 or fp16, for receivers of `old`; both are flat and equally long.
 
     Args:
-        message: flat uint8, to be overwritten; its length is a multiple of 8.
+        message: flat uint8, to be overwritten; its length is a multiple of 4.
+        kernels: module with `code` and `restore` for these tensors, in place of those of torch (`fast.exact_kernels`).
 
     Returns:
         The bytes of the message. If it does not fit into `message`, or would not be shorter than the values, these are
-        `raw_bytes`, and `message` holds the header alone, behind which the values have to be sent.
+        `raw_bytes`, and `message` has the header alone, behind which the values have to be sent.
     """
-    before, after, raw = old.view(torch.int16), new.view(torch.int16), raw_bytes(new.numel())
-    header, most, at = message[:HEADER].view(torch.int64), min(message.numel(), raw - 1), HEADER
-    header.copy_(torch.tensor([_checksum(before), 0]))
-    for chunk in _chunks(before):
-        ones, low, tables = _code(before[chunk], after[chunk])
-        lengths = torch.tensor([ones.nbytes, low.nbytes], dtype=torch.int32, device=message.device)
-        parts = [lengths, tables[0::2] | tables[1::2] << 4, ones, low]
-        start, at = at, at + sum(part.nbytes for part in parts)
-        if at > most:
-            header[1] = 1
-            return raw
-        torch.cat([part.view(torch.uint8) for part in parts], out=message[start:at])
-    return at
+    before, after, raw, first = old.view(torch.int16), new.view(torch.int16), raw_bytes(len(new)), first_word(len(new))
+    most = min(len(message), raw - 1) // 4 * 4
+    checksum, end = 0, raw
+    if first < most:
+        write = kernels.code if kernels else code
+        words = message[first:most].view(torch.int32)
+        checksum, length = write(before, after, old.dtype is torch.float16, message[HEADER:first], words)
+        end = first + 4 * length
+    else:
+        checksum = _checksum(before)
+    header = [_signed(checksum), end > most, 0, 0]
+    message[:HEADER].view(torch.int32).copy_(torch.tensor(header))
+    return end if end <= most else raw
 
 
 @torch.no_grad()
-def decode(message: Tensor, values: Tensor) -> bool:
+def decode(message: Tensor, values: Tensor, kernels: ModuleType | None = None) -> bool:
     """Replace the old values in `values` by the new ones.
 
     Returns:
-        False if `values` are not the old values that the message was made from; then nothing is written.
+        False if `values` are not the old values that the message was made from. Then torch has written nothing; a
+        kernel, which reads the old values once, has written anything.
     """
-    patterns = values.view(torch.int16)
-    checksum, raw = message[:HEADER].view(torch.int64).tolist()
-    if checksum != _checksum(patterns):
+    patterns, half, first = values.view(torch.int16), values.dtype is torch.float16, first_word(len(values))
+    checksum, raw, *_ = message[:HEADER].view(torch.int32).tolist()
+    kernels = None if raw else kernels
+    if kernels is None and checksum != _signed(_checksum(patterns)):
         return False
     if raw:
-        values.view(torch.uint8).copy_(message[HEADER : raw_bytes(values.numel())])
+        values.view(torch.uint8).copy_(message[HEADER : raw_bytes(len(values))])
         return True
-    at = HEADER
-    for chunk in _chunks(patterns):
-        part = patterns[chunk]
-        lengths = [8, _tables(part) * _EXPONENTS // 2, *message[at : at + 8].view(torch.int32).tolist()]
-        _, fields, ones, low = message[at : at + sum(lengths)].split(lengths)
-        _restore(part, torch.stack((fields & 15, fields >> 4), 1).view(-1), ones, low)
-        at += sum(lengths)
+    tables, words = message[HEADER:first], message[first : len(message) // 4 * 4].view(torch.int32)
+    if kernels is not None:
+        return checksum == _signed(kernels.restore(patterns, half, tables, words))
+    restore(patterns, half, tables, words)
     return True
 
 
+def code(before: Tensor, after: Tensor, half: bool, tables: Tensor, words: Tensor) -> tuple[int, int]:
+    """Write the tables of a message, and its words if they fit; return the checksum and the number of words.
+
+    Args:
+        before: old patterns, int16, and `after` the new ones.
+        half: True for fp16, False for bf16.
+        tables: uint8.
+        words: int32.
+    """
+    steps = steps_of(len(before))
+    parts = [_code(before[each], after[each], steps, half) for each in _chunks(len(before), _CHUNK)]
+    *found, codes = map(torch.cat, zip(*parts, strict=True))
+    tables[-4:].zero_()
+    for section, values in zip(sections(tables, len(before)), found, strict=True):
+        section.copy_(values)
+    if len(codes) <= len(words):
+        words[: len(codes)].copy_(codes)
+    return _checksum(before), len(codes)
+
+
+def restore(patterns: Tensor, half: bool, tables: Tensor, words: Tensor) -> None:
+    """Replace old patterns by new ones; the arguments are those of `code`."""
+    lengths, shifts = sections(tables, len(patterns))
+    ends, end, steps = lengths.cumsum(0, dtype=torch.int32), 0, steps_of(len(patterns))
+    every = _chunks(len(shifts), _CHUNK // (LANES * steps))
+    for each, pieces in zip(_chunks(len(patterns), _CHUNK), every, strict=True):
+        lanes = slice(pieces.start * LANES, pieces.stop * LANES)
+        start, end = end, int(ends[lanes][-1])
+        first = ends[lanes] - lengths[lanes] - start
+        _restore(patterns[each], steps, half, shifts[pieces].to(torch.int32), first, words[start:end])
+
+
+def sections(tables: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Return the tables of lengths and of shifts of a message of `numel` values."""
+    pieces = _pieces(numel)
+    return tables[: LANES * pieces], tables[LANES * pieces : (LANES + 1) * pieces]
+
+
+def first_word(numel: int) -> int:
+    """Return the bytes in front of the words of a message."""
+    return HEADER + -(-(LANES + 1) * _pieces(numel) // 4) * 4
+
+
+def _pieces(numel: int) -> int:
+    return -(-numel // (LANES * steps_of(numel)))
+
+
+def _signed(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31
+
+
 def _checksum(patterns: Tensor) -> int:
-    """Sum up bit patterns, four at a time, times odd numbers by place, modulo 2^64, wherever the tensor begins."""
-    total = 0
-    for part in map(patterns.__getitem__, _chunks(patterns)):
-        words = torch.cat([part, part.new_zeros(-len(part) % 4)]).view(torch.int64)
-        total = 3 * total + int(words.mul_(torch.arange(1, 2 * len(words), 2, device=words.device)).sum())
-    return (total + 2**63) % 2**64 - 2**63
+    """Sum up bit patterns times odd numbers, by their step and by their lane, counted modulo 2^32."""
+    total, steps = 0, steps_of(len(patterns))
+    powers = _powers(steps, patterns.device)
+    for number, each in enumerate(_chunks(len(patterns), _CHUNK)):
+        values = _padded(patterns[each], LANES * steps).view(-1, steps, LANES).to(torch.int32).bitwise_and_(0xFFFF)
+        lanes = values.mul_(powers).sum(1).view(-1)
+        place = torch.arange(1, len(lanes) + 1, device=lanes.device).add_(number * _CHUNK // steps)
+        mixed = (place * GOLDEN).to(torch.int32)
+        total += int((lanes * (mixed ^ (mixed >> 15)).bitwise_or_(1)).sum())
+    return total
 
 
-def _chunks(values: Tensor) -> Iterator[slice]:
-    length = _CHUNK if values.device.type == "cpu" else _CHUNK_ON_GPU
-    return (slice(start, start + length) for start in range(0, values.numel(), length))
+@cache
+def _powers(steps: int, device: torch.device) -> Tensor:
+    """Return the odd numbers of the steps of a lane, powers of `GOLDEN` modulo 2^32, in int32, (steps, 1)."""
+    powers = [_signed(pow(GOLDEN, step, 2**32)) for step in range(steps)]
+    return torch.tensor(powers, dtype=torch.int32, device=device)[:, None]
 
 
-def _tables(values: Tensor) -> int:
-    """Return the number of tables of a chunk."""
-    return -(-values.numel() // _KIND)
+def _chunks(length: int, most: int) -> Iterator[slice]:
+    return (slice(start, start + most) for start in range(0, length, most))
+
+
+def _padded(values: Tensor, multiple: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, -len(values) % multiple))
+
+
+def _lanes(patterns: Tensor, steps: int) -> Tensor:
+    """Return patterns with a column for each lane, (steps, lanes); steps are fewer if there is a single short piece."""
+    steps = min(steps, -(-len(patterns) // LANES))
+    return _padded(patterns, steps * LANES).view(-1, steps, LANES).transpose(0, 1).reshape(steps, -1)
 
 
 def _ordered(patterns: Tensor) -> Tensor:
@@ -117,94 +198,106 @@ def _ordered(patterns: Tensor) -> Tensor:
     return patterns ^ ((patterns >> 15) & 0x7FFF)
 
 
-def _fields(patterns: Tensor) -> Tensor:
-    """Return the place of each value's width in the tables of its chunk.
-
-    It follows from 8 bits of the old pattern: the exponent in bf16; the exponent and 3 bits of the mantissa in fp16.
-    """
-    fields = (patterns >> 7).bitwise_and_(0xFF).to(torch.int32)
-    for table, part in enumerate(fields.split(_KIND)):
-        part.add_(table * _EXPONENTS)
-    return fields
+def _exponents(patterns: Tensor, numel: int, half: bool) -> Tensor:
+    """Return the exponents of the patterns in lanes, in int32; NO_EXPONENT behind the last of `numel` values."""
+    exponents = (patterns >> (10 if half else 7)).bitwise_and_(0x1F if half else 0xFF).to(torch.int32)
+    return _filled(exponents, numel, NO_EXPONENT)
 
 
-def _code(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a chunk's sections, in int64 words, and its tables, in uint8."""
+def _filled(lanes: Tensor, numel: int, value: int) -> Tensor:
+    """Fill the places behind the last of `numel` values."""
+    row, lane = divmod((numel - 1) % (len(lanes) * LANES) + 1, LANES)
+    lanes[row : row + 1, lanes.shape[1] - LANES + lane :] = value
+    lanes[row + 1 :, -LANES:] = value
+    return lanes
+
+
+def _shifts(numbers: Tensor, exponents: Tensor) -> Tensor:
+    """Choose the shift of each piece, in int32, by bisection: the next larger one would not save bits."""
+    z, e = (each[::SAMPLED].reshape(-1, each.shape[1] // LANES, LANES) for each in (numbers, exponents))
+    shifts = torch.zeros(z.shape[1], dtype=torch.int32, device=z.device)
+    for bit in range(7, -1, -1):
+        tried = shifts + (1 << bit)
+        width = tried[:, None] - 1 - e
+        # One bit more of a value's width halves its zeros. Above 15 it would, too, so that few outliers decide nothing.
+        saved = (z >> width.clamp(0, 16)).add_(1).bitwise_right_shift_(1).clamp_(max=LIMIT).sub_(1)
+        shifts = torch.where(torch.where(width < 0, 0, saved).sum((0, 2)) < 0, shifts, tried)
+    return shifts
+
+
+def _code(before: Tensor, after: Tensor, steps: int, half: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sections of a chunk's message: lengths of its lanes and shifts of its pieces, uint8; words, int32."""
+    numel, before, after = len(before), _lanes(before, steps), _lanes(after, steps)
     difference = _ordered(after).sub_(_ordered(before))
     number = (difference >> 15).bitwise_xor_(difference << 1).to(torch.int32).bitwise_and_(0xFFFF)
-    fields = _fields(before)
-    tables = _widths(fields, number, _tables(before))
-    width = tables.index_select(0, fields).to(torch.int32)
-    places = torch.cumsum((number >> width).add_(1), 0).sub_(1)
-    start = torch.cumsum(width, 0, dtype=torch.int32).sub_(width)
-    low = number.bitwise_and_(_mask(width)).to(torch.int64).bitwise_left_shift_(start & 31)
+    exponents = _exponents(before, numel, half)
+    shifts = _shifts(number, exponents)
+    width = _width(shifts, exponents)
+    zeros = number >> width
+    long = (zeros.view(-1) >= LIMIT).nonzero().view(-1)
+    bits = (zeros + width).add_(1)
+    bits.view(-1)[long] = LONGEST
+    code = number.sub(zeros << width).bitwise_left_shift_(1).add_(1)
+    code.view(-1)[long] = number.view(-1)[long] * 2 + 1
+    code = _filled(code, numel, 0).to(torch.int64).bitwise_left_shift_(zeros.clamp_(max=LIMIT))
+    start = _filled(bits, numel, 0).cumsum(0, dtype=torch.int32)
+    lengths = (start[-1] + 31) >> 5
+    start.sub_(bits).add_((lengths.cumsum(0, dtype=torch.int32) - lengths) << 5)
     # Each sum of two halves of a word is free of carries, because no two values share a bit.
-    halves = low.new_zeros(2 * _words(int(start[-1] + width[-1]) + 32))
-    halves.scatter_add_(0, start.bitwise_right_shift_(5).to(torch.int64), low)
-    words = halves & 0xFFFFFFFF
-    words[1:] += halves[:-1] >> 32
-    return _packed(places), words[0::2] | words[1::2] << 32, tables
+    code.bitwise_left_shift_(start & 31)
+    halves = code.new_zeros(int(lengths.sum()) + 1)
+    halves.scatter_add_(0, start.bitwise_right_shift_(5).view(-1).to(torch.int64), code.view(-1))
+    words = (halves & 0xFFFFFFFF)[:-1]
+    words[1:] += halves[:-2] >> 32
+    return lengths.to(torch.uint8), shifts.to(torch.uint8), words.to(torch.int32)
 
 
-def _restore(patterns: Tensor, tables: Tensor, ones: Tensor, low: Tensor) -> None:
-    """Replace a chunk's old patterns by the new ones, given its tables and its sections in bytes."""
-    width = tables.index_select(0, _fields(patterns)).to(torch.int32)
-    places = _places(ones)
-    number = places.clone()
-    number[1:].sub_(places[:-1]).sub_(1)
-    number.bitwise_left_shift_(width)
-    start = torch.cumsum(width, 0, dtype=torch.int32).sub_(width)
-    halves = low.view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)
-    halves[:-1] |= halves[1:] << 32
-    lowest = halves.index_select(0, start >> 5).bitwise_right_shift_(start.bitwise_and_(31)).to(torch.int32)
-    number.bitwise_or_(lowest.bitwise_and_(_mask(width)))
+def _restore(patterns: Tensor, steps: int, half: bool, shifts: Tensor, first: Tensor, words: Tensor) -> None:
+    """Replace a chunk's old patterns by the new ones, given each lane's first word."""
+    before = _lanes(patterns, steps)
+    width = _width(shifts, _exponents(before, len(patterns), half))
+    # Each lane knows its next value's bits by that value's zeros and width, so that steps follow each other.
+    windows, bits_of = _windows(words), _bits_of(words.device)
+    fields = _filled(width << LIMIT + 1, len(patterns), _NO_VALUE << LIMIT + 1)
+    window, bits = torch.empty_like(width), torch.empty_like(width)
+    at = first << 5
+    place, rest = torch.empty_like(at), torch.empty_like(at)
+    for own_window, own_bits, field in zip(window, bits, fields, strict=True):
+        torch.bitwise_right_shift(at, 3, out=place)
+        torch.index_select(windows, 0, place, out=own_window)
+        own_window.bitwise_right_shift_(torch.bitwise_and(at, 7, out=rest))
+        torch.bitwise_and(own_window, (2 << LIMIT) - 1, out=place).bitwise_or_(field)
+        torch.index_select(bits_of, 0, place, out=own_bits)
+        at.add_(own_bits)
+    long = (bits.view(-1) == LONGEST).nonzero().view(-1)
+    whole = (window.view(-1)[long] >> LIMIT + 1) & 0xFFFF
+    zeros = bits.sub_(width).sub_(1)
+    low = (window >> (zeros + 1)).bitwise_and_((torch.ones_like(width) << width).sub_(1))
+    number = zeros.bitwise_left_shift_(width).bitwise_or_(low)
+    number.view(-1)[long] = whole
     difference = (number & 1).neg_().bitwise_xor_(number >> 1).to(torch.int16)
-    patterns.copy_(_ordered(difference.add_(_ordered(patterns))))
+    after = _ordered(difference.add_(_ordered(before)))
+    after = after.view(len(after), -1, LANES).transpose(0, 1).reshape(-1)
+    patterns.copy_(after[: len(patterns)])
 
 
-def _mask(width: Tensor) -> Tensor:
-    """Return bit masks: for each width, a number whose lowest `width` bits are ones."""
-    return torch.ones_like(width).bitwise_left_shift_(width).sub_(1)
+def _width(shifts: Tensor, exponents: Tensor) -> Tensor:
+    """Return the number of lowest bits of each value, in lanes."""
+    return shifts.repeat_interleave(LANES).sub(exponents).clamp_(0, 15)
 
 
-def _widths(fields: Tensor, number: Tensor, tables: int) -> Tensor:
-    """Choose the width k of the lowest bits for each field of the tables, for the fewest bits by the numbers'
-    lengths.
-    """
-    length = (number.to(torch.float32).view(torch.int32) >> 23).sub_(126).clamp_(min=0)
-    fields_of_lengths = (fields * _LENGTHS).add_(length)
-    counts = torch.bincount(fields_of_lengths, minlength=tables * _EXPONENTS * _LENGTHS).view(-1, _LENGTHS)
-    return (counts.to(torch.float32) @ _costs().to(number.device)).argmin(1).to(torch.uint8)
+def _windows(words: Tensor) -> Tensor:
+    """Return the 32 bits from each byte of the words on."""
+    whole = torch.cat([words, words.new_zeros(2)]).to(torch.int64).bitwise_and_(0xFFFFFFFF)
+    whole = whole[:-1] | whole[1:] << 32
+    return (whole[:, None] >> torch.arange(0, 32, 8, device=words.device)).to(torch.int32).view(-1)
 
 
 @cache
-def _costs() -> Tensor:
-    """Return the bits of a number of each length for each width, in fp32."""
-    middle = torch.tensor([0.0, 1.0, *(0.75 * 2**length for length in range(2, _LENGTHS))])
-    widths = torch.arange(_WIDTHS, dtype=torch.float32)
-    return torch.floor(middle[:, None] / 2**widths) + 1 + widths
-
-
-def _words(bits: int) -> int:
-    """Return the number of words of 64 bits that hold so many bits."""
-    return -(-bits // 64)
-
-
-def _packed(places: Tensor) -> Tensor:
-    """Return words with ones at the given places, of which the last is the largest; the lowest bit is the first."""
-    numel = _words(int(places[-1]) + 1) * 64
-    if places.device.type == "cpu":
-        bits = np.zeros(numel, dtype=np.uint8)
-        bits[places.numpy()] = 1
-        return torch.from_numpy(np.packbits(bits, bitorder="little")).view(torch.int64)
-    spread = torch.zeros(numel, dtype=torch.uint8, device=places.device).scatter_(0, places, 1).view(torch.int64)
-    return (spread * 0x0102040810204080 >> 56).to(torch.uint8).view(torch.int64)
-
-
-def _places(packed: Tensor) -> Tensor:
-    """Return the positions of the bits that are set in packed bytes, the lowest bit of a byte first, in int32."""
-    if packed.device.type == "cpu":
-        bits = np.unpackbits(packed.numpy(), bitorder="little").view(np.bool_)
-        return torch.from_numpy(np.flatnonzero(bits)).to(torch.int32)
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & 1).view(-1).nonzero().view(-1).to(torch.int32)
+def _bits_of(device: torch.device) -> Tensor:
+    """Return the bits of a value's code by its width, or 0 for no value, and by the code's first bits, (17 * 512,)."""
+    first = torch.arange(2 << LIMIT) | 1 << LIMIT
+    zeros = (first & -first).to(torch.float32).log2().to(torch.int32)
+    bits = zeros + torch.arange(1, _NO_VALUE + 2, dtype=torch.int32)[:, None]
+    bits.masked_fill_(zeros == LIMIT, LONGEST)[_NO_VALUE] = 0
+    return bits.view(-1).to(device)

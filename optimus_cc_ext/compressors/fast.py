@@ -4,6 +4,7 @@ import importlib.util
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -40,6 +41,15 @@ def fast_codec(format: str, *, seed: int, rotated: bool) -> Codec:
     return TritonCodec(format, signs=signs)
 
 
+def exact_kernels() -> ModuleType | None:
+    """Return the module whose kernels code exact differences on a GPU, or None."""
+    if not _triton_applies():
+        return None
+    from optimus_cc_ext.compressors.triton import exact, launches
+
+    return exact if launches.AVAILABLE else None
+
+
 def copy_unless(finite: torch.Tensor, before: torch.Tensor, out: torch.Tensor) -> None:
     """Copy `before` onto `out`, both contiguous, if `finite`, a 0-dim bool tensor, is False.
 
@@ -67,7 +77,7 @@ class Needed:
     """Compression ranks of low-rank messages and gradients."""
 
     formats: Sequence[str]
-    """Names of the block formats that the run uses."""
+    """Names of the block formats that the run uses, and `EXACT`."""
 
     dtypes: Collection[torch.dtype]
     """Dtypes of the run's messages and gradients."""

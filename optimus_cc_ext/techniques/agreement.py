@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from optimus_cc_ext.collectives.nodes import VARIABLE, nodes_line, this_node
 from optimus_cc_ext.compressors import fast
-from optimus_cc_ext.compressors.formats import SUM_FORMAT, block_format
+from optimus_cc_ext.compressors.formats import EXACT, SUM_FORMAT, block_format
 from optimus_cc_ext.config import OptimusConfig
-from optimus_cc_ext.config.classes import CLASSES, classes_among
+from optimus_cc_ext.config.classes import CLASSES, PARAM_GATHER, classes_among
 from optimus_cc_ext.config.options import flag_of
 from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.errors import FlagError, RanksDisagree
@@ -123,6 +123,7 @@ def _needed(config: OptimusConfig, grid: Grid, layout: Layout | None = None) -> 
     formats = {format for each in CLASSES if (format := block_format(config.format_of(each))) is not None}
     # Sums of gradients are sent back in `SUM_FORMAT`.
     formats |= {SUM_FORMAT} if formats else set()
+    formats |= {EXACT} if config.format_of(PARAM_GATHER) == EXACT else set()
     return fast.Needed(
         ranks=sorted(ranks),
         formats=sorted(formats),

@@ -15,7 +15,7 @@ from optimus_cc_ext.announce import say
 from optimus_cc_ext.collectives.calls import PendingCollective, start_all_gather, start_max
 from optimus_cc_ext.collectives.exact import ExactPlan, padded
 from optimus_cc_ext.collectives.ring import Slice
-from optimus_cc_ext.compressors import exact
+from optimus_cc_ext.compressors import exact, fast
 from optimus_cc_ext.compressors.formats import EXACT_PEAK_BITS
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.techniques.param_gather import ParamGather, Shards, Write
@@ -91,7 +91,7 @@ class _ExactSlice(Slice):
         before = shards.scratch.take("before", tuple(own.shape), own.dtype, self.device).copy_(own)
         write(shards.bucket.of_megatron, self._start, self._start + own.numel())
         with shards.gauge.timed(self.device):
-            self.length = exact.encode(before, own, self.message)
+            self.length = exact.encode(before, own, self.message, fast.exact_kernels())
 
     def cut(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (memory[: self.nbytes],)
@@ -116,7 +116,7 @@ class _ExactSlice(Slice):
         self._pending.wait()
         with self._shards.gauge.timed(self.device):
             for rank, message in enumerate(self._messages):
-                if rank != self._rank and not exact.decode(message, self._values(rank)):
+                if rank != self._rank and not exact.decode(message, self._values(rank), fast.exact_kernels()):
                     raise OptimusError(
                         f"rank {dist.get_rank()}: parameters of replica {rank}'s shard differ from its own, which "
                         "were written on some replicas alone, or between the step and its gather. Call each model's "

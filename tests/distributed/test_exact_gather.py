@@ -118,7 +118,8 @@ def test_messages_on_trial_are_as_long_as_at_the_learning_rates_peak() -> None:
     assert all(each == first for each in others)
     at_peak, still = first
     numel = SIZES[0] // RANKS
-    assert still < 0.3 * at_peak and numel * EXACT_PEAK_BITS / 8 < at_peak < numel * (EXACT_PEAK_BITS + 1) / 8
+    # A bit for each value, and 0.75 for its part of a short lane: the word not filled, and the lane's length.
+    assert still < 0.45 * at_peak and numel * EXACT_PEAK_BITS / 8 < at_peak < numel * (EXACT_PEAK_BITS + 1) / 8
 
 
 def _lines_of_raw_steps() -> list[str]:

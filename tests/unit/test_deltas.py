@@ -57,6 +57,16 @@ def test_random_tensors_come_through_to_the_bit_and_old_ones_stay(seeds: range) 
         assert all(bits(each) == bits(copy) for each, copy in zip(old, before, strict=True))
 
 
+def test_the_high_halves_of_fp32_take_few_bits_beside_the_low_ones_which_are_noise() -> None:
+    random = torch.Generator().manual_seed(1)
+    old = torch.randn(1 << 19, generator=random) * 0.02
+    new = old - 1e-4 * torch.randn(1 << 19, generator=random)
+    delta = deltas.encode([old], [new])
+    # The high half takes some 3 bits; the low one is noise, whose would-be exponents cost some bits more than 16.
+    assert len(delta) < 26 / 32 * old.nbytes
+    assert same_bits(deltas.apply([old], delta), [new])
+
+
 @pytest.mark.parametrize("step, times", [(1e-6, 30), (1e-5, 5), (1e-4, 4)])
 def test_small_steps_take_few_bytes(step: float, times: int) -> None:
     old, new = trained(1 << 20, 0.2 * step, torch.bfloat16)

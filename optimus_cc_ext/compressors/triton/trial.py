@@ -8,11 +8,14 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from optimus_cc_ext.compressors import exact
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
-from optimus_cc_ext.compressors.formats import BLOCK, format_named
+from optimus_cc_ext.compressors.formats import BLOCK, EXACT, format_named
 from optimus_cc_ext.compressors.numerics import private_generator
+from optimus_cc_ext.compressors.triton import exact as triton_exact
 from optimus_cc_ext.compressors.triton import launches
 from optimus_cc_ext.compressors.triton.blocks import WIDEST, TritonCodec
+from optimus_cc_ext.compressors.triton.launches import NARROW
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 
 _SIZE = 256
@@ -48,7 +51,12 @@ def failure(
         for dtype in dtypes:
             for r in ranks:
                 _low_rank(r, dtype, state_dtype, device)
-            for format in formats:
+            if EXACT in formats and dtype in NARROW:
+                steps = exact.SAMPLED
+                while steps <= exact.STEPS:  # each number of steps is a kernel of its own
+                    _exact(steps * exact.TOGETHER - _SIZE, dtype, device)
+                    steps *= 2
+            for format in set(formats) - {EXACT}:
                 takes = format_named(format).rotated
                 for rotated, align in product({rotated and takes for rotated in rotations}, aligns):
                     _blocks(format, dtype, device, rotated, align)
@@ -107,6 +115,25 @@ def _blocks(format: str, dtype: torch.dtype, device: torch.device, rotated: bool
             codec.decode_add(senders, layout, 0, out.zero_(), onto=onto)
         same = torch.allclose(found, wanted, relative, absolute)
         _agree(same, f"{subject}: sums of decoded values differ from torch's")
+
+
+def _exact(numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Encode and decode by the kernels and by torch, and compare."""
+    old = torch.linspace(-1, 1, numel).to(device, dtype)
+    new = (old.float() + torch.linspace(0, 1e-2, numel, device=device)).to(dtype)
+    sizes = (exact.first_word(numel) - exact.HEADER, numel // 2 * 4)
+    found = []
+    for codec in (triton_exact, exact):
+        tables, words = (torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes)
+        patterns = old.clone().view(torch.int16)
+        half, words = dtype is torch.float16, words.view(torch.int32)
+        checksum, length = codec.code(patterns, new.view(torch.int16), half, tables, words)
+        codec.restore(patterns, half, tables, words)
+        found.append((checksum % 2**32, length, tables, words, patterns))
+    for ours, torchs in zip(*found, strict=True):
+        same = torch.equal(ours, torchs) if isinstance(ours, Tensor) else ours == torchs
+        _agree(same, f"exact, {dtype}: messages differ from torch's")
+    _agree(torch.equal(found[0][-1], new.view(torch.int16)), f"exact, {dtype}: decoded values differ")
 
 
 def _rows(format: str, dtype: torch.dtype, device: torch.device, rotated: bool, width: int) -> None:

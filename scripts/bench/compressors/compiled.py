@@ -36,7 +36,7 @@ from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 from optimus_cc_ext.tools.report.table import Table
 from scripts.bench.compressors.variants import VARIANTS, applied
 
-__all__ = ["compiling", "main"]
+__all__ = ["compiling", "loops", "main", "stack"]
 
 _DEVICES = count()
 """Numbers of pretended devices. Triton keeps compiled kernels by device, so a new device makes it look into its
@@ -160,18 +160,38 @@ def _row(case: Case, capability: int, cache: Path) -> tuple[str, ...]:
     [kernel] = compiled
     lanes = 32 * kernel.metadata.num_warps
     lines = _sass(kernel)
-    used = _tool("cuobjdump", "--dump-resource-usage", kernel.asm["cubin"])
-    registers, stack = (int(re.search(rf"{name}:(\d+)", used)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
     ptx = sum(bool(re.match(r"\s+(@!?%p\d+ )?[a-z]+[\w.]* ", line)) for line in kernel.asm["ptx"].splitlines())
     return (
         f"{case.name}, {case.format}{', rotated' if codec.rotated else ''}, {str(case.dtype)[6:]}",
         case.variant,
-        *map(str, (capability, case.align, registers, stack, kernel.metadata.shared)),
+        *map(str, (capability, case.align, _used(kernel, "REG"), stack(kernel), kernel.metadata.shared)),
         f"{ptx * lanes / numel:.1f}",
         f"{len(lines) * lanes / numel:.1f}",
         _widths(lines, "LDG"),
         _widths(lines, "STG"),
     )
+
+
+def stack(kernel: Any) -> int:
+    """Return the bytes of a thread's stack, on which spilled registers lie."""
+    return _used(kernel, "STACK")
+
+
+def _used(kernel: Any, name: str) -> int:
+    used = _tool("cuobjdump", "--dump-resource-usage", kernel.asm["cubin"])
+    return int(re.search(rf"{name}:(\d+)", used)[1])  # type: ignore[index]
+
+
+def loops(kernel: Any) -> list[int]:
+    """Return the number of the processor's instructions in the whole kernel, and in each of its loops."""
+    labels, branches, at = {}, [], 0
+    for line in _tool("nvdisasm", "-c", kernel.asm["cubin"]).splitlines():
+        if label := re.match(r"\.(L_x_\d+):", line):
+            labels[label[1]] = at
+        at += bool(re.search(r"/\*[0-9a-f]{4,}\*/ +(?!NOP)", line))
+        if branch := re.search(r"BRA `\(\.(L_x_\d+)\)", line):
+            branches.append((branch[1], at))
+    return [len(_sass(kernel)), *(end - labels[label] for label, end in branches if labels.get(label, end) < end)]
 
 
 def _sass(kernel: Any) -> list[str]:
