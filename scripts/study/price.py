@@ -1,6 +1,6 @@
 """The law of the price beside the measured prices, from committed rows.
 
-    python -m scripts.study.grid --rows results/price-runs.csv --models llama --texts prose --iterations 160 \\
+    python -m scripts.study.grid --rows docs/price-runs.csv --models llama --texts prose --iterations 160 \\
         --evaluations 8 --seeds 1,2,3 \\
         --variants vanilla-nested,half-batch,double-batch,vanilla,dp-int2,dp-int4,dp-int3,fewer-steps
     python -m scripts.study.energies
@@ -27,7 +27,7 @@ from scripts.experiments.variants import VANILLA
 from scripts.study import energies, grid, law
 from scripts.study.law import DOUBLE, FEWER, HALF, NESTED, NULL, Estimate
 
-RUNS = Path("results/price-runs.csv")
+RUNS = grid.RUNS.with_name("price-runs.csv")
 _CELL = ("model", "layout", "text", "iterations")
 _PRICED = "dp-"
 """Start of the names of the variants that code gradients alone, before the name of the format."""
