@@ -164,8 +164,8 @@ def publish(staging: Path | None, iteration_folder: Path) -> None:
         else:
             new = iteration_folder / staging.name
             _rename(staging, new)
+            _names_to_disk(new)  # another run may set `folder` aside as soon as it is there
             _replace(folder, new)
-            _names_to_disk(folder)
             _names_to_disk(iteration_folder)
     _remove_leftovers(iteration_folder)
 

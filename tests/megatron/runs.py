@@ -107,6 +107,7 @@ REPORTED = RunSpec(
     flags=(
         # TensorBoard gets Megatron's scalars of every iteration.
         "--train-iters 6 --log-interval 2 --eval-interval 3 --eval-iters 1 --tensorboard-dir {here}"
+        " --log-timers-to-tensorboard"
     ),
     ours=(
         f"{CB4} --compressed-backprop-messages all {SC4} --dp-compression-stages 1 --compression-error-statistics"

@@ -139,7 +139,8 @@ def test_a_trial_compares_messages_that_are_as_long_as_at_the_peak_and_no_later_
     first, second = run_ranks(2, bytes_by_step)
     assert first == second and [tried for tried, _ in first] == [True] * 8 + [False] * (STEPS - 8)
     on_trial, later = ({nbytes for tried, nbytes in first if tried == way} for way in (True, False))
-    assert max(later) < 0.5 * min(on_trial)
+    # The lanes of messages as short as these take up to 0.75 bits a value beside what differs.
+    assert max(later) < 0.6 * min(on_trial)
 
 
 @uses(full(LOADED_TOO_EARLY))

@@ -65,7 +65,7 @@ def test_the_end_of_a_run_is_one_line_and_its_figures_have_tags_of_their_own(run
     lines = [line for line in runs.ranks[-1].said if " iterations: " in line]
     raw, sent = (sum(both[side] for both in reports(runs)[-1].traffic.values()) / 1e6 for side in (0, 1))
     assert len(lines) == 1
-    found = re.fullmatch(r"6 iterations: ([\d.e-]+) s each; ([\d.]+) of ([\d.]+) MB .+ sent in each; .+", lines[0])
+    found = re.fullmatch(r"6 iterations: ([\d.e-]+) s each; ([\d.]+) of ([\d.]+) MB .+ sent in each[,;] .+", lines[0])
     assert found is not None and (float(found[2]), float(found[3])) == (
         pytest.approx(sent, abs=0.1),
         pytest.approx(raw, abs=0.1),

@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import sys
+import time
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ OTHERS = (
     torch.distributed.ProcessGroup, torch.distributed.Store, torch.cuda,
     torch._C, torch.optim, torch.optim.Optimizer, str, dict, list, argparse, argparse.ArgumentParser("x"),
     argparse.HelpFormatter("x"), functools, importlib, inspect, inspect.Signature, inspect.BoundArguments,
-    inspect.Parameter, logging, os, os.path, sys, Path, Exception, SystemExit(1), reads_nothing, types,
+    inspect.Parameter, logging, os, os.path, sys, time, Path, Exception, SystemExit(1), reads_nothing, types,
     importlib.machinery.ModuleSpec("x", None),
 )  # fmt: skip
 """Objects of torch and Python, whose attributes are none of Megatron's."""
