@@ -127,7 +127,7 @@ class BlockLayout:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the tables of the kernels, which have an entry for each run of adjacent values of a message."""
+        """Bytes of the kernels' tables, which hold one entry for each program of a kernel."""
         coded = (sum(-(-piece.numel // (ROWS * BLOCK)) for piece in pieces) for pieces in self.pieces)
         dense = (sum(-(-length // (DENSE_ROWS * BLOCK)) for _, length in ranges) for ranges in self.dense)
         return RUN_BYTES * self.messages * (max(coded, default=0) + max(dense, default=0))

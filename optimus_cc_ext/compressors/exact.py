@@ -5,7 +5,7 @@ restores them to the bit.
     2. z = 2 d for d >= 0, else -2 d - 1                 small numbers for small steps of either sign
     3. Rice code: z >> k zeros, a one, the lowest k bits of z; for 8 zeros or more: 8 zeros, a one, the 16 bits of z
 
-Patterns are all that counts, so that NaN, infinities and negative zero come through. An optimizer's steps are about as
+Only bit patterns are compared, so NaN, infinities and negative zero are restored too. An optimizer's steps are about as
 long for small values as for large ones, whose last place is larger by their exponent: k = shift - exponent of the old
 value, from 0 to 15, where each piece of 64 lanes has its own shift, chosen by a few of their values.
 
@@ -34,7 +34,7 @@ They have `SAMPLED` values at least.
 """
 
 LIMIT, LONGEST = 8, 25
-"""Zeros that say that all bits of a difference follow, and the bits of such a code, the longest one."""
+"""Number of zeros that announces a difference with all of its 16 bits, and the length of such a code in bits."""
 
 NO_EXPONENT, _NO_VALUE = 256, 16
 """Exponent of a lane's places behind the last value, larger than any shift, and their width where codes are read."""
@@ -107,7 +107,7 @@ def decode(message: Tensor, values: Tensor, kernels: ModuleType | None = None) -
 
 
 def code(before: Tensor, after: Tensor, half: bool, tables: Tensor, words: Tensor) -> tuple[int, int]:
-    """Write the tables of a message, and its words if they fit; return the checksum and the number of words.
+    """Write the tables of a message, and its words if there is room; return the checksum and the number of words.
 
     Args:
         before: old patterns, int16, and `after` the new ones.
@@ -139,7 +139,7 @@ def restore(patterns: Tensor, half: bool, tables: Tensor, words: Tensor) -> None
 
 
 def sections(tables: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Return the tables of lengths and of shifts of a message of `numel` values."""
+    """Return the two tables of a message of `numel` values: the lengths of its lanes, and the shifts of its pieces."""
     pieces = _pieces(numel)
     return tables[: LANES * pieces], tables[LANES * pieces : (LANES + 1) * pieces]
 

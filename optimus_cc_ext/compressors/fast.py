@@ -77,7 +77,7 @@ class Needed:
     """Compression ranks of low-rank messages and gradients."""
 
     formats: Sequence[str]
-    """Names of the block formats that the run uses, and `EXACT`."""
+    """Names of the block formats that the run uses; `EXACT` is among them if it uses exact messages."""
 
     dtypes: Collection[torch.dtype]
     """Dtypes of the run's messages and gradients."""

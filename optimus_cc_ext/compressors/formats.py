@@ -28,7 +28,7 @@ multiply at once, and as many as fit the registers.
 """
 
 DENSE_ROWS = 16
-"""Number of times 128 dense values that one program of the kernels works on."""
+"""Number of groups of 128 dense values that one program of the kernels copies."""
 
 RUN_BYTES = 16
 """Bytes in the kernels' tables for the values of one program."""

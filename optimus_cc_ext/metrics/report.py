@@ -91,7 +91,7 @@ class Report:
     """The reason why torch compresses in place of Triton's kernels."""
 
     memory: int = 0
-    """Bytes that compression takes on the rank that needs most; 0: not known."""
+    """Memory that compression takes, in bytes, on the rank with the most of it; 0 if unknown."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of an iteration, by what they are."""

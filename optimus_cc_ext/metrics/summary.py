@@ -12,7 +12,7 @@ class Compared(NamedTuple):
     """Median seconds of steps that a trial has compared."""
 
     name: str
-    """Name of the compressed way."""
+    """Name of the compressed configuration, such as a preset."""
 
     dense: float
     compressed: float

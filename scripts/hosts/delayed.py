@@ -1,4 +1,4 @@
-"""Switch in user space, on which every frame takes a while: python -m scripts.hosts.delayed HOSTS
+"""Network switch in user space that delays every frame: python -m scripts.hosts.delayed HOSTS
 
 Linux delays packets with netem, which many kernels lack. This process makes one TAP device a host instead, named as the
 bridge's ports are, and passes frames on. It reads lines from its standard input, `bits per second` and `seconds of

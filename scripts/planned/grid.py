@@ -50,7 +50,7 @@ LOSSES = {
     "DP gradients int4": "+0.094 % of validation loss, measured on a Llama-like model of 10 million parameters",
     "paper": "+0.995 % of validation loss, measured on a GPT of 7.4 million parameters",
 }
-"""Price of each format in loss, from docs/evidence.md."""
+"""Increase of validation loss by each format, as docs/evidence.md gives it."""
 
 UNDECIDED = "undecided for a mixture of experts"
 

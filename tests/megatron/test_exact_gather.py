@@ -124,7 +124,7 @@ def bytes_by_step() -> list[tuple[bool, int]]:
     model, found = own_loops.build(1, **SHARDED), []
     optimizer = own_loops.optimizer_of(model)
     for group in optimizer.param_groups:
-        group["lr"] = 1e-6
+        group["lr"] = 1e-7  # few values differ; the short lanes of so small a model take 0.75 bits a value
     with forced(dense=False), optimus_cc_ext.compress(model, optimizer, "exact") as handle:
         for step in range(STEPS):
             own_loops.pass_of(model, batch=step)
@@ -139,8 +139,7 @@ def test_a_trial_compares_messages_that_are_as_long_as_at_the_peak_and_no_later_
     first, second = run_ranks(2, bytes_by_step)
     assert first == second and [tried for tried, _ in first] == [True] * 8 + [False] * (STEPS - 8)
     on_trial, later = ({nbytes for tried, nbytes in first if tried == way} for way in (True, False))
-    # The lanes of messages as short as these take up to 0.75 bits a value beside what differs.
-    assert max(later) < 0.6 * min(on_trial)
+    assert max(later) < 0.5 * min(on_trial)
 
 
 @uses(full(LOADED_TOO_EARLY))

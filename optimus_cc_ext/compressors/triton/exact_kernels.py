@@ -164,7 +164,7 @@ def _following(words, word, room, used, otherwise):
 
 @triton.jit
 def _zeros(window):
-    """Return the zeros below the lowest one of each window: a power of two, as fp32, has them as its exponent."""
+    """Return the number of trailing zeros of each window, read from the exponent of its lowest one as fp32."""
     one = (window & (0 - window)) | 0x4B000000
     power = one.to(tl.float32, bitcast=True) - 8388608.0
     return ((power.to(tl.uint32, bitcast=True) >> 23) + 1) & 15

@@ -21,7 +21,7 @@ class Finding:
 
 
 def _in_groups(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the findings, with one in place of all of a group."""
+    """Yield the findings, but only one summary for each group."""
     told = set()
     for finding in findings:
         if not finding.group or finding.mark == "FAIL":

@@ -27,7 +27,7 @@ from optimus_cc_ext.tools.plan.sums import (
 from optimus_cc_ext.tools.plan.timeline import Sent
 
 _EXACT_PASSES = Constant(16.0, "assumed", "68 instructions a value to encode, 40 to decode, at half of an H100's rate")
-"""Bytes that a GPU could move while it encodes a value into exact messages, or decodes it."""
+"""Cost of encoding or decoding one exact value, as the bytes that a GPU moves in that time."""
 
 FP32_PRODUCTS = Constant(
     26e12, "measured", "H200, 18 layers at rank 128: P Q^T of 255 million values in 2.5 ms (docs/evidence.md)"
