@@ -153,12 +153,13 @@ def _halves(data: Tensor, like: Tensor, *, together: bool = False) -> Tensor:
 
 def _message(old: Tensor, new: Tensor) -> bytes:
     memory = torch.empty(exact.raw_bytes(len(new)) // 8 * 8, dtype=torch.uint8)
-    nbytes = exact.encode(old, new, memory)
+    nbytes = int(exact.encode(old, new, memory))
     if nbytes < exact.raw_bytes(len(new)):
         return memory[:nbytes].numpy().tobytes()
     return memory[: exact.HEADER].numpy().tobytes() + new.numpy().tobytes()
 
 
 def _decode(message: bytes, values: Tensor) -> None:
-    whole = exact.decode(torch.from_numpy(np.frombuffer(message, dtype=np.uint8).copy()), values)
+    raw = len(message) == exact.raw_bytes(len(values))
+    whole = exact.decode(torch.from_numpy(np.frombuffer(message, dtype=np.uint8).copy()), values, raw=raw)
     assert whole, "the checksums of all bytes were right"

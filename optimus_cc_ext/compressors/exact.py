@@ -10,9 +10,12 @@ long for small values as for large ones, whose last place is larger by their exp
 value, from 0 to 15, where each piece of 64 lanes has its own shift, chosen by a few of their values.
 
 Lane j of a piece has the values j, j + 64, j + 128, ..., and words of its own, lowest bit first: on a GPU each thread
-packs one lane, and neighbouring threads read neighbouring values. A message is [checksum of the old values, 1 if the
-values follow raw, 0, 0, in int32 | words of each lane, uint8 | shift of each piece, uint8, and zeros up to a multiple
-of 4 bytes | words, lane after lane, int32]. A message that would be no shorter than the values is sent raw.
+packs one lane, and neighbouring threads read neighbouring values. A message is [checksum of the old values, int32, and
+zeros up to 16 bytes | words of each lane, uint8 | shift of each piece, uint8, and zeros up to a multiple of 4 bytes |
+words, lane after lane, int32]. If it would be no shorter than the values, these are sent raw, behind the header.
+
+On a GPU, the host waits for nothing: lengths and checksums stay there, and a receiver is told by other ways whether a
+message is raw.
 """
 
 from collections.abc import Iterator
@@ -57,7 +60,7 @@ def steps_of(numel: int) -> int:
 
 
 @torch.no_grad()
-def encode(old: Tensor, new: Tensor, message: Tensor, kernels: ModuleType | None = None) -> int:
+def encode(old: Tensor, new: Tensor, message: Tensor, kernels: ModuleType | None = None) -> Tensor:
     """Encode `new`, in bf16 or fp16, for receivers of `old`; both are flat and equally long.
 
     Args:
@@ -65,49 +68,49 @@ def encode(old: Tensor, new: Tensor, message: Tensor, kernels: ModuleType | None
         kernels: module with `code` and `restore` for these tensors, in place of those of torch (`fast.exact_kernels`).
 
     Returns:
-        The bytes of the message. If it does not fit into `message`, or would not be shorter than the values, these are
-        `raw_bytes`, and `message` has the header alone, behind which the values have to be sent.
+        The bytes of the message, on its device, 0-dim. If it does not fit into `message`, or would not be shorter than
+        the values, these are `raw_bytes`, and of `message` only the header counts, behind which the values are sent.
     """
     before, after, raw, first = old.view(torch.int16), new.view(torch.int16), raw_bytes(len(new)), first_word(len(new))
     most = min(len(message), raw - 1) // 4 * 4
-    checksum, end = 0, raw
-    if first < most:
-        write = kernels.code if kernels else code
-        words = message[first:most].view(torch.int32)
-        checksum, length = write(before, after, old.dtype is torch.float16, message[HEADER:first], words)
-        end = first + 4 * length
-    else:
-        checksum = _checksum(before)
-    header = [_signed(checksum), end > most, 0, 0]
-    message[:HEADER].view(torch.int32).copy_(torch.tensor(header))
-    return end if end <= most else raw
+    header = message[:HEADER].view(torch.int32).zero_()
+    if first >= most:
+        header[0] = _checksum(before)
+        return torch.full_like(header[0], raw)
+    write = kernels.code if kernels else code
+    words = message[first:most].view(torch.int32)
+    header[0], length = write(before, after, old.dtype is torch.float16, message[HEADER:first], words)
+    return torch.where(length <= len(words), first + 4 * length, raw)
 
 
 @torch.no_grad()
-def decode(message: Tensor, values: Tensor, kernels: ModuleType | None = None) -> bool:
+def decode(message: Tensor, values: Tensor, kernels: ModuleType | None = None, *, raw: bool) -> Tensor:
     """Replace the old values in `values` by the new ones.
 
+    Args:
+        raw: True if the message is raw.
+
     Returns:
-        False if `values` are not the old values that the message was made from. Then torch has written nothing; a
-        kernel, which reads the old values once, has written anything.
+        False, on the device of `values` and 0-dim, if these are not the old values that the message was made from. A
+        kernel, which reads the old values once, has written anything then; torch has written nothing, unless raw.
     """
     patterns, half, first = values.view(torch.int16), values.dtype is torch.float16, first_word(len(values))
-    checksum, raw, *_ = message[:HEADER].view(torch.int32).tolist()
-    kernels = None if raw else kernels
-    if kernels is None and checksum != _signed(_checksum(patterns)):
-        return False
+    expected = message[:HEADER].view(torch.int32)[0]
     if raw:
+        whole = expected == _checksum(patterns).to(torch.int32)
         values.view(torch.uint8).copy_(message[HEADER : raw_bytes(len(values))])
-        return True
-    tables, words = message[HEADER:first], message[first : len(message) // 4 * 4].view(torch.int32)
-    if kernels is not None:
-        return checksum == _signed(kernels.restore(patterns, half, tables, words))
-    restore(patterns, half, tables, words)
-    return True
+        return whole
+    coded = message[HEADER:first], message[first : len(message) // 4 * 4].view(torch.int32)
+    if kernels:
+        return expected == kernels.restore(patterns, half, *coded).to(torch.int32)
+    if whole := expected == _checksum(patterns).to(torch.int32):
+        restore(patterns, half, *coded)
+    return whole
 
 
-def code(before: Tensor, after: Tensor, half: bool, tables: Tensor, words: Tensor) -> tuple[int, int]:
-    """Write the tables of a message, and its words if there is room; return the checksum and the number of words.
+def code(before: Tensor, after: Tensor, half: bool, tables: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    """Write the tables of a message, and its words if there is room; return the checksum modulo 2^32, int64, and the
+    number of words, int32, both 0-dim.
 
     Args:
         before: old patterns, int16, and `after` the new ones.
@@ -123,7 +126,7 @@ def code(before: Tensor, after: Tensor, half: bool, tables: Tensor, words: Tenso
         section.copy_(values)
     if len(codes) <= len(words):
         words[: len(codes)].copy_(codes)
-    return _checksum(before), len(codes)
+    return _checksum(before), sections(tables, len(before))[0].sum(dtype=torch.int32)
 
 
 def restore(patterns: Tensor, half: bool, tables: Tensor, words: Tensor) -> None:
@@ -157,16 +160,16 @@ def _signed(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def _checksum(patterns: Tensor) -> int:
+def _checksum(patterns: Tensor) -> Tensor:
     """Sum up bit patterns times odd numbers, by their step and by their lane, counted modulo 2^32."""
-    total, steps = 0, steps_of(len(patterns))
+    total, steps = torch.zeros((), dtype=torch.int64, device=patterns.device), steps_of(len(patterns))
     powers = _powers(steps, patterns.device)
     for number, each in enumerate(_chunks(len(patterns), _CHUNK)):
         values = _padded(patterns[each], LANES * steps).view(-1, steps, LANES).to(torch.int32).bitwise_and_(0xFFFF)
         lanes = values.mul_(powers).sum(1).view(-1)
         place = torch.arange(1, len(lanes) + 1, device=lanes.device).add_(number * _CHUNK // steps)
         mixed = (place * GOLDEN).to(torch.int32)
-        total += int((lanes * (mixed ^ (mixed >> 15)).bitwise_or_(1)).sum())
+        total += (lanes * (mixed ^ (mixed >> 15)).bitwise_or_(1)).sum()
     return total
 
 

@@ -1,8 +1,9 @@
 """The distributed optimizer's gather of the parameters to the bit, as differences to the values that all replicas have.
 
 A message follows from the old and the new values of the own shard, which keeps the new ones, as in vanilla Megatron: a
-gather that Megatron makes by itself needs no message. Before a step's first gather the replicas tell each other how
-long their messages are, so that all send as many bytes as the longest one has, and no message can be too long.
+gather that Megatron makes by itself needs no message. After a step the replicas tell each other how long their messages
+are, so that all send as many bytes as the longest one has, and no message can be too long. The host reads these lengths
+before the next gather, when they have usually arrived, and waits for nothing else.
 """
 
 from collections.abc import Sequence
@@ -14,15 +15,15 @@ import torch.distributed as dist
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.collectives.calls import PendingCollective, start_all_gather, start_max
 from optimus_cc_ext.collectives.exact import ExactPlan, padded
-from optimus_cc_ext.collectives.ring import Slice
+from optimus_cc_ext.collectives.ring import Slice, has_streams
 from optimus_cc_ext.compressors import exact, fast
 from optimus_cc_ext.compressors.formats import EXACT_PEAK_BITS
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.techniques.param_gather import ParamGather, Shards, Write
 
 _PURPOSE = "exact parameter gather"
-_SIZES = 8
-"""Bytes of a slice in the search for its longest message: a ring of 4 bytes in both directions."""
+_SIZES = 16
+"""Bytes of a slice in the search for its longest message: a ring of two numbers of 4 bytes in both directions."""
 
 _MOST_RAW = 10
 """After this many successive steps in which a bucket was sent raw, a log line says so."""
@@ -73,14 +74,19 @@ class _ExactSlice(Slice):
         self._start = self._rank * shards.plan.numel // self._ranks + span.start
         self.change_bytes = self._values(self._rank).nbytes
         self.message = torch.zeros(kept, dtype=torch.uint8, device=self.device)
-        self.length = self.longest = 0
-        """Bytes of the own message, and of the longest one of all ranks."""
+        self.length = self.unlike = self.message.new_zeros((), dtype=torch.int32)
+        """Bytes of the own message, and one more than the replica whose shard was not as its owner had it, or 0; both
+        on the device.
+        """
+
+        self.longest = 0
+        """Bytes of the longest message of all ranks."""
 
         self.at_peak = exact.HEADER + (span.stop - span.start) * EXACT_PEAK_BITS // 8
         """Bytes of a message at the learning rate's peak, as forecast."""
 
         self.is_raw = False
-        """True if a rank's values are sent as they are."""
+        """True if all ranks send their values as they are."""
 
         self._messages = self.message.new_empty(0)
         self._pending: PendingCollective | None = None
@@ -98,15 +104,14 @@ class _ExactSlice(Slice):
 
     @torch.no_grad()
     def begin(self, *views: torch.Tensor) -> None:
-        """Send the message to all ranks, with the values themselves if its code would be no shorter."""
+        """Send the message to all ranks, with the values themselves if a rank's code would be no shorter."""
         (memory,) = views
         self._messages = memory[: self._ranks * self.longest].view(self._ranks, self.longest)
         own = self._messages[self._rank]
-        if self.length == self.raw:
-            own[: exact.HEADER].copy_(self.message[: exact.HEADER])
+        coded = exact.HEADER if self.is_raw else min(self.longest, len(self.message))
+        own[:coded].copy_(self.message[:coded])
+        if self.is_raw:
             own[exact.HEADER : self.raw].copy_(self._values(self._rank).view(torch.uint8))
-        else:
-            own[: self.length].copy_(self.message[: self.length])
         self._pending = start_all_gather(self._messages.view(-1), own, self._shards.groups.whole, _PURPOSE)
 
     @torch.no_grad()
@@ -116,12 +121,9 @@ class _ExactSlice(Slice):
         self._pending.wait()
         with self._shards.gauge.timed(self.device):
             for rank, message in enumerate(self._messages):
-                if rank != self._rank and not exact.decode(message, self._values(rank), fast.exact_kernels()):
-                    raise OptimusError(
-                        f"rank {dist.get_rank()}: parameters of replica {rank}'s shard differ from its own, which "
-                        "were written on some replicas alone, or between the step and its gather. Call each model's "
-                        "start_param_sync(force_sync=True) before, or give --param-gather-format dense"
-                    )
+                if rank != self._rank:
+                    whole = exact.decode(message, self._values(rank), fast.exact_kernels(), raw=self.is_raw)
+                    self.unlike = torch.where(whole, self.unlike, rank + 1)
 
     def _values(self, rank: int) -> torch.Tensor:
         """Return the slice's part of a rank's shard, as it is now."""
@@ -130,9 +132,8 @@ class _ExactSlice(Slice):
 
 
 class Longest:
-    """Search for the longest message of each slice over all replicas; it begins when it is made.
-
-    All replicas make it for the same buckets, in the same order.
+    """Search for the longest message of each slice over all replicas, and for a replica whose values were not as its
+    messages had to find them. All replicas make it for the same buckets, in the same order.
 
     Args:
         at_peak: True if messages are to be no shorter than at the learning rate's peak.
@@ -140,19 +141,39 @@ class Longest:
 
     def __init__(self, written: Sequence[ExactShards], *, at_peak: bool) -> None:
         self._slices = [each for shards in written for each in shards.slices]
-        lengths = [max(each.length, at_peak * each.at_peak) for each in self._slices]
-        self._lengths = torch.tensor(lengths, dtype=torch.int32, device=written[0].bucket.device)
-        self._pending: PendingCollective | None = start_max(self._lengths, written[0].groups.whole, _PURPOSE)
+        found = torch.stack([getattr(each, name) for name in ("length", "unlike") for each in self._slices])
+        if at_peak:
+            peaks = torch.tensor([each.at_peak for each in self._slices], dtype=found.dtype)
+            found[: len(peaks)].clamp_(min=peaks.to(found.device, non_blocking=True))
+        start_max(found, written[0].groups.whole, _PURPOSE).wait()
+        self._found: torch.Tensor | None = found.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if has_streams(found.device) else None
+        if self._arrived is not None:
+            self._arrived.record()
         for shards in written:
             shards.longest = self
 
     def settle(self) -> None:
-        """Let each slice know its longest message; the host waits, once for all slices."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-            for each, length in zip(self._slices, self._lengths.tolist(), strict=True):
-                each.longest, each.is_raw = padded(length), length == each.raw
+        """Let each slice know its longest message. The host waits once for all slices, if lengths have not arrived.
+
+        Raises:
+            OptimusError: in the gather before, a replica had other old values than their owner.
+        """
+        if self._found is None:
+            return
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        lengths, unlike = self._found.view(2, -1).tolist()
+        self._found = None
+        for each, length in zip(self._slices, lengths, strict=True):
+            each.longest, each.is_raw = padded(length), length == each.raw
+        if any(unlike):
+            raise OptimusError(
+                f"rank {dist.get_rank()}: in the gather before this one, parameters of replica {max(unlike) - 1}'s "
+                "shard differed between replicas, because some of these had written them alone, or between the step "
+                "and its gather. Call each model's start_param_sync(force_sync=True) before, or give "
+                "--param-gather-format dense"
+            )
 
 
 class ExactGather(ParamGather):

@@ -61,26 +61,25 @@ def note_waits() -> None:
 
     from optimus_cc_ext.techniques import exact_gather
 
-    start, agrees = exact_gather.start_max, training.logical_and_across_model_parallel_group
+    longest, agrees = exact_gather.Longest, training.logical_and_across_model_parallel_group
+    start, settle = longest.__init__, longest.settle
 
-    def noting_start(*args: Any) -> Any:
-        pending = start(*args)
-        wait = pending.wait
-
-        def noting_wait() -> None:
-            _noted.append("waited")
-            wait()
-
+    def noting_start(self: Any, *args: Any, **kwargs: Any) -> None:
         _noted.append("asked")
-        pending.wait = noting_wait
-        return pending
+        start(self, *args, **kwargs)
+
+    def noting_settle(self: Any) -> None:
+        if self._found is not None:
+            _noted.append("waited")
+        settle(self)
 
     def noting_agreement(*args: Any, **kwargs: Any) -> Any:
         result = agrees(*args, **kwargs)
         _noted.append("Megatron")
         return result
 
-    exact_gather.start_max, training.logical_and_across_model_parallel_group = noting_start, noting_agreement
+    longest.__init__, longest.settle = noting_start, noting_settle
+    training.logical_and_across_model_parallel_group = noting_agreement
 
 
 def noted_waits(model: list[torch.nn.Module], optimizer: Any) -> list[str]:

@@ -12,6 +12,7 @@ from optimus_cc_ext.compressors import exact
 from optimus_cc_ext.compressors.triton import exact as launched
 from optimus_cc_ext.compressors.triton import launches, trial
 from scripts.bench.compressors.compiled import compiling, loops, stack
+from tests.host_reads import host_reads
 from tests.interpreted import assert_holds_in_tritons_interpreter
 from tests.unit.test_exact_codec import DTYPES, SPECIAL, patterns, same, trained
 
@@ -83,7 +84,7 @@ class TestExactKernels:
 
         for each in BOTH:
             values = old.clone()
-            assert exact.decode(messages[0][: lengths[0]], values, each) and same(values, new)
+            assert exact.decode(messages[0][: lengths[0]], values, each, raw=False) and same(values, new)
 
     def test_a_message_that_does_not_fit_is_raw_and_the_memory_behind_it_stays(self) -> None:
         old, new = (each.to(DEVICE) for each in trained(2000, 1e-4, torch.bfloat16))
@@ -104,8 +105,23 @@ class TestExactKernels:
         for other in others:
             values = torch.full((numel + 64,), 9.0, dtype=torch.bfloat16, device=DEVICE)
             values[:numel] = other.to(DEVICE)
-            assert not exact.decode(message[:length], values[:numel], launched)
+            assert not exact.decode(message[:length], values[:numel], launched, raw=False)
             assert (values[numel:] == 9).all()
+
+    @pytest.mark.parametrize("room", [4000, 1000, 16])
+    def test_the_host_reads_nothing_of_a_message_and_nothing_of_its_receiver(self, room: int) -> None:
+        """On a GPU each read would wait for all work of the stream."""
+        old, new = (each.to(DEVICE) for each in trained(2000, 1e-4, torch.bfloat16))
+        message, values = torch.zeros(4000, dtype=torch.uint8, device=DEVICE), old.clone()
+        exact.encode(old, new, message, launched)  # powers are made once
+        with host_reads() as reads:
+            exact.encode(old, new, message[:room], launched)
+            for raw in (False, True):
+                exact.decode(torch.cat([message, message[:16]]), values, launched, raw=raw)
+        assert not reads
+        with host_reads() as reads:
+            message[:4].tolist(), bool(message[0])
+        assert len(reads) == 2
 
     def test_the_trial_notices_messages_and_values_that_are_not_torchs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def failure() -> str | None:

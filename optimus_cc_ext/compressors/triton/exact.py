@@ -20,24 +20,24 @@ _WARPS = 2
 """Warps of a program: a thread has one lane."""
 
 
-def code(before: Tensor, after: Tensor, half: bool, tables: Tensor, words: Tensor) -> tuple[int, int]:
+def code(before: Tensor, after: Tensor, half: bool, tables: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     lengths, shifts = sections(tables, len(before))
     sums = torch.empty_like(shifts, dtype=torch.int64)
     grid, how = (len(shifts),), {"STEPS": steps_of(len(before)), "HALF": half, "num_warps": _WARPS}
     tables[-4:].zero_()
     exact_kernels.measure[grid](before, after, lengths, shifts, sums, len(before), **how)
     ends = lengths.cumsum(0, dtype=torch.int32)
-    checksum, number = torch.stack([sums.sum(), ends[-1]]).tolist()
-    if number <= len(words):
-        exact_kernels.pack[grid](before, after, shifts, ends - lengths, words, len(before), **how)
-    return checksum, number
+    exact_kernels.pack[grid](
+        before, after, shifts, ends - lengths, ends[-1:], words, len(before), len(words), **how
+    )  # fmt: skip
+    return sums.sum(), ends[-1]
 
 
-def restore(patterns: Tensor, half: bool, tables: Tensor, words: Tensor) -> int:
+def restore(patterns: Tensor, half: bool, tables: Tensor, words: Tensor) -> Tensor:
     lengths, shifts = sections(tables, len(patterns))
     first, sums = lengths.cumsum(0, dtype=torch.int32) - lengths, torch.empty_like(shifts, dtype=torch.int64)
     exact_kernels.unpack[(len(shifts),)](
         patterns, shifts, first, words, sums, len(patterns), len(words),
         STEPS=steps_of(len(patterns)), HALF=half, num_warps=_WARPS,
     )  # fmt: skip
-    return int(sums.sum())
+    return sums.sum()

@@ -137,11 +137,14 @@ def _put(words, at, word, filled, old, new, used, shift, HALF: tl.constexpr):
 
 
 @triton.jit
-def pack(old, new, shifts, first, words, numel, STEPS: tl.constexpr, HALF: tl.constexpr):
-    """Write the words of all lanes, each from its `first` one on. Grid: (pieces,)."""
+def pack(old, new, shifts, first, needed, words, numel, length, STEPS: tl.constexpr, HALF: tl.constexpr):
+    """Write the words of all lanes, each from its `first` one on, unless more words are `needed` than `length`. Grid:
+    (pieces,).
+    """
     piece, lane = tl.program_id(0), tl.arange(0, LANES)
     start = piece.to(tl.int64) * (STEPS * LANES)
     left = tl.minimum(numel - start, STEPS * LANES).to(tl.int32)
+    left = tl.where(tl.load(needed) <= length, left, 0)
     old, new = old + start + lane, new + start + lane
     shift = tl.load(shifts + piece).to(tl.int32)
     at = tl.load(first + piece * LANES + lane).to(tl.uint32)
