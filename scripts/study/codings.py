@@ -6,13 +6,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from optimus_cc_ext.compressors import exact
+
 ESCAPE, BLOCK = 23, 128
 """Number of bits of an escaped value, and number of values in a block that has its own shift."""
 
 SHIFTS = range(-3, 5)
 """Shifts of three bits that a block can add to the widths of its exponents."""
 
-CODINGS = ("entropy", "huffman", "rice", "widths", "shifts")
+CODINGS = ("entropy", "huffman", "rice", "widths", "shifts", "exact")
+
+UNTOUCHED = "untouched"
+"""Kind of the rows of an untied word embedding that no token of the iteration has touched."""
 
 Numbers = NDArray[np.int64]
 
@@ -21,7 +26,8 @@ def bits(old: torch.Tensor, new: torch.Tensor) -> dict[str, float]:
     """Return the total number of bits in each coding, and the number of unchanged values.
 
     entropy: of a difference, given the old exponent; huffman, rice: with a code by exponent; widths: fields as wide as
-    the exponent says, with escapes; shifts: the same, with a shift of three bits for each block. Tables are left out.
+    the exponent says, with escapes; shifts: the same, with a shift of three bits for each block; exact: the messages of
+    `--param-gather-format exact`, whose tables are counted, and those of no other coding.
     """
     before, after = (ordered(each) for each in (old, new))
     exponents = (old.view(torch.int16).numpy().astype(np.int64) >> 7) & 0xFF
@@ -40,6 +46,8 @@ def bits(old: torch.Tensor, new: torch.Tensor) -> dict[str, float]:
         widths[exponent] = int(np.argmin(costs))
         found["widths"] += min(costs)
     found["shifts"] = shifted(length, widths[exponents])
+    memory = torch.empty(exact.raw_bytes(len(new)) // 4 * 4, dtype=torch.uint8)
+    found["exact"] = 8.0 * int(exact.encode(old, new, memory))
     return found | {"unchanged": float((difference == 0).sum())}
 
 

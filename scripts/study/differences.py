@@ -1,13 +1,15 @@
-"""Measurement of what a step changes in the weights: differences in last places, and their bits in five codings.
+"""Measurement of what a step changes in the weights: differences in last places, and their bits in six codings.
 
     python -m scripts.study.differences                     # make all missing runs; a row for each point and kind
     python -m scripts.study.differences --models gpt --show
+    python -m scripts.study.differences --models gpt,llama --cases weight-decay,rate-spike --points 50,99,100,101,150
 
 Vanilla Megatron trains each model in bf16 on two pipeline stages. The step after the last point, at a learning rate of
 1e-6, is measured, too; its weights are written to OUTPUT/MODEL.pt for `python -m scripts.bench.deltas`.
 """
 
 import argparse
+import itertools
 import json
 import shutil
 import sys
@@ -26,14 +28,22 @@ from scripts.experiments.runs import Runs, add_row, read_rows
 from scripts.experiments.texts import hash_of, text_of
 from scripts.hosts.launch import RunFailed
 from scripts.study.__main__ import KEPT, points_of
-from scripts.study.codings import CODINGS
+from scripts.study.codings import CODINGS, UNTOUCHED
 from scripts.study.grid import shrunk
 
 ROWS = Path("results/exact-bits.csv")
 COLUMNS = (
-    "model", "iteration", "rate", "kind", "values", "unchanged", *CODINGS, "seed", "points", "text_hash", "commit",
+    "model", "case", "iteration", "rate", "kind", "values", "unchanged", *CODINGS, "seed", "points", "text_hash",
+    "commit",
 )  # fmt: skip
 """Columns of the file. Codings are in bits a value, `unchanged` is a share of the values."""
+
+CASES = {
+    "training": ("", "0:1:1"), "low-rate": ("--lr 1e-4 --min-lr 1e-5", "0:1:1"),
+    "small-weights": ("--init-method-std 0.0156", "0:1:1"),
+    "weight-decay": ("", "100:1:0"), "rate-spike": ("", "100:10:1"), "gradient-spike": ("--clip-grad 0", "100:1:100"),
+}  # fmt: skip
+"""Cases of a training: further flags of Megatron's, and the SPIKE of `noting_differences`."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     add = parser.add_argument
     add("--models", default="gpt,llama,moe,llama-muon", help="models (%(default)s)")
+    add("--cases", default="training", help=f"cases, of {', '.join(CASES)} (%(default)s)")
     add("--points", default="1,2,3,4,5,6,7,8,9,10,50,150,300", help="iterations that are measured (%(default)s)")
     add("--seed", type=int, default=1, help="seed of the trainings (%(default)s)")
     add("--max-mb", type=float, default=10.0, metavar="MB", help="read this much of the text (%(default)g)")
@@ -52,22 +63,24 @@ def main(argv: Sequence[str]) -> int:
     points = points_of(parser, options.points)
     if unknown := [each for each in options.models.split(",") if each not in MODELS]:
         parser.error(f"--models: {unknown[0]!r} is none of {', '.join(MODELS)}")
+    if unknown := [each for each in options.cases.split(",") if each not in CASES]:
+        parser.error(f"--cases: {unknown[0]!r} is none of {', '.join(CASES)}")
     return run_command(lambda: study(options, points), KEPT)
 
 
 def study(options: argparse.Namespace, points: Sequence[int]) -> int:
     """Make the missing runs, then show all rows."""
-    models = options.models.split(",")
-    failed = missing_made(options, lambda: sum(not made(options, model, points) for model in models))
+    runs = list(itertools.product(options.models.split(","), options.cases.split(",")))
+    failed = missing_made(options, lambda: sum(not made(options, *run, points) for run in runs))
     rows = read_rows(options.rows, COLUMNS)
-    columns = ("model", "iteration", "rate", "kind", "unchanged", *CODINGS)
+    columns = ("model", "case", "iteration", "rate", "kind", "unchanged", *CODINGS)
     table = Table(columns, [tuple(row[each] for each in columns) for row in rows], "Bits a value", name="bits")
     print(printed([table], "table"), end="")
     return 1 if failed else 0
 
 
-def made(options: argparse.Namespace, model: str, points: Sequence[int]) -> bool:
-    """Train one model if the file lacks its rows; return whether they are there."""
+def made(options: argparse.Namespace, model: str, case: str, points: Sequence[int]) -> bool:
+    """Train one model in one case if the file lacks its rows; return whether they are there."""
     # Muon keeps whole masters here: Megatron's distributed optimizer for Muon copies shards in another way.
     layout = Layout(replicas=1, sharded="muon" not in model)
     training = Training(
@@ -78,26 +91,28 @@ def made(options: argparse.Namespace, model: str, points: Sequence[int]) -> bool
     training.check(data)
     runs = Runs(options.output / "runs", hash_of(data), options.timeout, options.retry)
     key = {
-        "model": model, "seed": str(options.seed), "points": " ".join(map(str, points)), "text_hash": runs.text[:12],
+        "model": model, "case": case, "seed": str(options.seed), "points": " ".join(map(str, points)),
+        "text_hash": runs.text[:12],
     }  # fmt: skip
     if any(key.items() <= row.items() for row in read_rows(options.rows, COLUMNS)):
         return True
-    folder = (runs.folder / model).absolute()
+    name = model if case == "training" else f"{model}-{case}"
+    folder, (further, spike) = (runs.folder / name).absolute(), CASES[case]
     flags = [
-        "scripts/study/noting_differences.py", str(folder), ",".join(map(str, [*points, points[-1] + 1])),
+        "scripts/study/noting_differences.py", str(folder), ",".join(map(str, [*points, points[-1] + 1])), spike,
         *training.megatron_flags(data), *(() if layout.sharded else ("--bf16",)),
-        "--eval-interval", str(10 * training.iterations),
+        "--eval-interval", str(10 * training.iterations), *further.split(),
     ]  # fmt: skip
     try:
-        row = runs.made(model, training.processes, flags, training.seed, measured)
+        row = runs.made(name, training.processes, flags, training.seed, measured)
     except (RunFailed, ExperimentError) as failure:
-        print(f"{model}: failed: {failure}", file=sys.stderr)
+        print(f"{name}: failed: {failure}", file=sys.stderr)
         return False
     for found in row["found"]:
         add_row(options.rows, key | found | {"commit": row["commit"]}, COLUMNS)
     pairs = [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank-*.pt"))]
     torch.save([[each for side in sides for each in side] for sides in zip(*pairs, strict=True)],
-               options.output / f"{model}.pt")  # fmt: skip
+               options.output / f"{name}.pt")  # fmt: skip
     shutil.rmtree(folder)
     return True
 
@@ -108,7 +123,8 @@ def measured(folder: Path) -> dict[str, Any]:
     for path in sorted(folder.glob("rank-*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             found = json.loads(line)
-            for kind in (found["kind"], "all"):
+            # Untouched rows are among those of the vocabulary, too.
+            for kind in (found["kind"],) if found["kind"] == UNTOUCHED else (found["kind"], "all"):
                 for name in ("values", "unchanged", *CODINGS):
                     sums[found["iteration"], found["rate"], kind][name] += found[name]
     return {"found": [
