@@ -112,11 +112,12 @@ def _dense(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors as a list, after checking that each holds its values as plain memory."""
     found = list(tensors)
     for each in found:
-        memory = isinstance(each, Tensor) and each.layout is torch.strided and not each.is_meta
+        strided = isinstance(each, Tensor) and each.layout is torch.strided
+        memory = strided and not (each.is_meta or each.is_quantized or each.is_nested)
         if not memory or is_traceable_wrapper_subclass(each):
             raise OptimusError(
                 f"deltas: {type(each).__name__} is no dense tensor. Give lists of dense tensors: of a DTensor its "
-                "to_local(), of a state_dict its values()"
+                "to_local(), of a quantized tensor its int_repr(), of a state_dict its values()"
             )
     return found
 
