@@ -2,7 +2,7 @@
 
     python -m scripts.study.differences                     # make all missing runs; a row for each point and kind
     python -m scripts.study.differences --models gpt --show
-    python -m scripts.study.differences --models gpt,llama --cases weight-decay,rate-spike --points 50,99,100,101,150
+    python -m scripts.study.differences --models gpt,llama --cases weight-decay,rate-spike --points 39,40,41,50
 
 Vanilla Megatron trains each model in bf16 on two pipeline stages. The step after the last point, at a learning rate of
 1e-6, is measured, too; its weights are written to OUTPUT/MODEL.pt for `python -m scripts.bench.deltas`.
@@ -41,7 +41,7 @@ COLUMNS = (
 CASES = {
     "training": ("", "0:1:1"), "low-rate": ("--lr 1e-4 --min-lr 1e-5", "0:1:1"),
     "small-weights": ("--init-method-std 0.0156", "0:1:1"),
-    "weight-decay": ("", "100:1:0"), "rate-spike": ("", "100:10:1"), "gradient-spike": ("--clip-grad 0", "100:1:100"),
+    "weight-decay": ("", "40:1:0"), "rate-spike": ("", "40:10:1"), "gradient-spike": ("--clip-grad 0", "40:1:100"),
 }  # fmt: skip
 """Cases of a training: further flags of Megatron's, and the SPIKE of `noting_differences`."""
 
