@@ -8,7 +8,7 @@ import torch
 
 from optimus_cc_ext.collectives.legs import Leg, Span, gather
 from optimus_cc_ext.compressors.exact import HEADER, raw_bytes
-from optimus_cc_ext.compressors.formats import EXACT_BITS, EXACT_KEPT_BITS
+from optimus_cc_ext.compressors.formats import EXACT_FORECAST, EXACT_KEPT_BITS
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.slots import SLOTS
 
@@ -35,12 +35,14 @@ class ExactPlan:
         dtype: dtype of the flat tensor, of 16 bits.
         ranks: number of ranks.
         slot_bytes: the most bytes of messages under way at once, raw ones if need be; None: no limit.
+        bits: bits of a value, in the mean of the run and at the learning rate's peak, as forecast.
     """
 
     numel: int
     dtype: torch.dtype
     ranks: int
     slot_bytes: int | None = None
+    bits: tuple[float, float] = EXACT_FORECAST
 
     @cached_property
     def spans(self) -> list[slice]:
@@ -77,7 +79,7 @@ class ExactPlan:
     @property
     def message_bytes(self) -> tuple[int, int]:
         """Expected bytes of one rank's messages in all slices, in the mean of a run; twice, as an exchange has them."""
-        nbytes = sum(padded(int((span.stop - span.start) * EXACT_BITS / 8) + HEADER) for span in self.spans)
+        nbytes = sum(padded(int((span.stop - span.start) * self.bits[0] / 8) + HEADER) for span in self.spans)
         return nbytes, nbytes
 
     def gather_leg(self, beside: int = 1, nbytes: int | None = None) -> Leg:

@@ -96,10 +96,12 @@ EXACT = "exact"
 """Choice of a class of traffic that sends differences to the bit (module `exact`)."""
 
 EXACT_BITS = 3.4
-"""Bits of a value in exact messages, in the mean of a run: they follow from the learning rate."""
+"""Bits of a value in exact messages, in the mean of a run whose learning rate is not known."""
 
 EXACT_PEAK_BITS = 5
-"""Bits of a value in exact messages at the learning rate's peak: so long are those of a trial, in a warm-up, too."""
+"""Bits of a value in exact messages at the highest learning rate, if it is not known."""
+
+EXACT_FORECAST = (EXACT_BITS, EXACT_PEAK_BITS)
 
 EXACT_KEPT_BITS = 6
 """Bits of a value in bf16 for which a rank has memory until it sends its message; a longer message is sent raw."""

@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import comb
 from typing import Any
 
-from optimus_cc_ext.compressors.formats import BLOCK, block_format
+from optimus_cc_ext.compressors.formats import BLOCK, EXACT, EXACT_FORECAST, block_format
 from optimus_cc_ext.config import classes
 from optimus_cc_ext.config.artifact import ARTIFACT_DEFAULTS
 from optimus_cc_ext.config.classes import Need, TrafficClass, classes_among
@@ -51,6 +51,9 @@ class Layout:
     """True with Megatron's `--ddp-reduce-scatter-with-fp32-accumulation`."""
 
     optimizer: str = "adam"
+
+    exact_bits: tuple[float, float] = EXACT_FORECAST
+    """Bits of a value in exact messages, in the mean of the run and at the learning rate's peak, as forecast."""
 
     master_copies: bool = False
     """True if Megatron keeps parameters in bf16 or fp16, and copies them from fp32 master copies after each step."""
@@ -176,6 +179,10 @@ def resolve(request: Request, layout: Layout, megatron: argparse.Namespace | Non
             raise refusal_of(flag, refusal, resolution.config, found)
     resolution = _resolve(request, layout, found) if found else resolution
     lines = remarks(megatron, resolution.config) if megatron is not None else ()
+    if resolution.config.format_of(classes.PARAM_GATHER) == EXACT and layout.exact_bits != EXACT_FORECAST:
+        mean, peak = layout.exact_bits
+        words = f"{mean:.1f} bits a value expected, {peak:.1f} at the highest learning rate"
+        lines = (*lines, f"{classes.PARAM_GATHER.tag} exact: {words}")
     return Resolution(resolution.config, (*resolution.notes, *lines))
 
 

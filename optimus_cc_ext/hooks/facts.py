@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from optimus_cc_ext.config.forecast import exact_forecast
 from optimus_cc_ext.config.presets import Layout, direct_of, row_width_of
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.techniques.grid import Grid
@@ -23,7 +24,7 @@ _DEFAULTS = {
     "num_experts": None, "expert_model_parallel_size": 1, "mtp_num_layers": None,
     "pipeline_model_parallel_layout": None, "use_distributed_optimizer": False, "optimizer": "adam",
     "use_precision_aware_optimizer": False, "overlap_param_gather_with_optimizer_step": False, "bf16": False,
-    "fp16": False,
+    "fp16": False, "lr": 0.0, "min_lr": 0.0,
 }  # fmt: skip
 
 
@@ -37,7 +38,8 @@ def options_from(model: Any, ddp: Any, optimizer: Any, **known: Any) -> argparse
         known: options that replace those of the configurations.
     """
     found = _DEFAULTS | {_OTHER_NAMES.get(name, name): value for name, value in (vars(ddp) | vars(model)).items()}
-    for name in ("optimizer", "use_precision_aware_optimizer", "overlap_param_gather_with_optimizer_step"):
+    of_optimizer = ("optimizer", "use_precision_aware_optimizer", "overlap_param_gather_with_optimizer_step")
+    for name in (*of_optimizer, "lr", "min_lr"):
         value = getattr(optimizer, name, None)
         found[name] = value if isinstance(value, type(_DEFAULTS[name])) else _DEFAULTS[name]
     return argparse.Namespace(**found | known)
@@ -78,6 +80,7 @@ def layout_from(options: argparse.Namespace) -> Layout:
         instances=getattr(options, "num_distributed_optimizer_instances", None) or 1,
         sums_in_fp32=bool(getattr(options, "ddp_reduce_scatter_with_fp32_accumulation", False)),
         optimizer=options.optimizer,
+        exact_bits=exact_forecast(options),
         expert_parallel=options.expert_model_parallel_size if options.num_experts else 0,
         row_width=row_width_of(options),
         routing=_routing(options),
@@ -129,7 +132,7 @@ def as_built(of_flags: Layout, of_model: Layout) -> Layout:
             f"the command line says use_distributed_optimizer={of_flags.distributed_optimizer}, and this model's "
             f"DistributedDataParallel has {sharded}. Build the model with the flags of the command line"
         )
-    kept = ("optimizer", "master_copies", "train_iters", "seed")
+    kept = ("optimizer", "exact_bits", "master_copies", "train_iters", "seed")
     return replace(of_model, **{name: getattr(of_flags, name) for name in kept})
 
 

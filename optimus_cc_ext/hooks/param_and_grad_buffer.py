@@ -23,6 +23,7 @@ from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.collectives.legs import Bytes, bytes_of
 from optimus_cc_ext.collectives.nodes import Levels
 from optimus_cc_ext.collectives.reducers import Reduction
+from optimus_cc_ext.compressors.formats import EXACT_FORECAST
 from optimus_cc_ext.config.classes import DP_GRADIENTS, PARAM_GATHER, TrafficClass
 from optimus_cc_ext.errors import FlagError
 from optimus_cc_ext.patching import Patches
@@ -65,6 +66,7 @@ def attach(
         session.config, ranks=replicas.size(), sharded=sharded, fused=fused is not None,
         levels=groups.levels, place=groups.place, beside=groups.beside, left_dense=left_dense,
         in_fp32=getattr(config, "reduce_scatter_with_fp32_accumulation", False),
+        exact_bits=session.layout.exact_bits if session.layout else EXACT_FORECAST,
     )  # fmt: skip
     plan = GroupPlan.of(records, rules)
     _refuse_several_stages(session, replicas)

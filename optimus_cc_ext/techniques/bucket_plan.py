@@ -21,7 +21,7 @@ from optimus_cc_ext.collectives.exchange import ExchangePlan
 from optimus_cc_ext.collectives.legs import Bytes, Leg, Span, all_reduce, bytes_of, reduce_scatter, sent, sharded
 from optimus_cc_ext.collectives.messages import Formats
 from optimus_cc_ext.collectives.reducers import DensePlan
-from optimus_cc_ext.compressors.formats import EXACT
+from optimus_cc_ext.compressors.formats import EXACT, EXACT_FORECAST
 from optimus_cc_ext.config.classes import DP_GRADIENTS, EMBEDDING, TrafficClass
 from optimus_cc_ext.techniques.bucket_rules import BucketRecord, BucketRules, ParameterRecord
 from optimus_cc_ext.techniques.low_rank_gradients import LowRankPlan
@@ -261,7 +261,7 @@ def _bucket_plan(
     if gathers:
         assert rules.gathered is not None
         like = compressed if isinstance(compressed, ExchangePlan) else None
-        gather = gather_plan(record, rules.gathered, rules.owners, rules.slot_bytes, like)
+        gather = gather_plan(record, rules.gathered, rules.owners, rules.slot_bytes, like, rules.exact_bits)
     return BucketPlan(record=record, warmup=warmup, compressed=compressed, fused=fused, gather=gather)
 
 
@@ -308,13 +308,16 @@ def _pays(
 
 
 def gather_plan(
-    record: BucketRecord, format: str, ranks: int, slot_bytes: int | None = None, like: ExchangePlan | None = None
-) -> ExchangePlan | ExactPlan:
+    record: BucketRecord, format: str, ranks: int, slot_bytes: int | None = None, like: ExchangePlan | None = None,
+    exact_bits: tuple[float, float] = EXACT_FORECAST,
+) -> ExchangePlan | ExactPlan:  # fmt: skip
     """Plan the gather of a bucket's parameters: in blocks, differences of matrices are encoded, those of vectors and
     routers not. `like` is the plan of the bucket's gradients.
     """
     if format == EXACT:
-        return ExactPlan(numel=record.numel, dtype=record.parameter_dtype, ranks=ranks, slot_bytes=slot_bytes)
+        return ExactPlan(
+            numel=record.numel, dtype=record.parameter_dtype, ranks=ranks, slot_bytes=slot_bytes, bits=exact_bits
+        )  # fmt: skip
     coded, dense = (
         [parameter.range for parameter in record.parameters if parameter.takes_blocks is encoded]
         for encoded in (True, False)

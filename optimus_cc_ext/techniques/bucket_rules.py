@@ -8,7 +8,7 @@ import torch
 
 from optimus_cc_ext.collectives.nodes import ONE_LEVEL, Levels
 from optimus_cc_ext.collectives.ranges import Range
-from optimus_cc_ext.compressors.formats import EXACT, SUM_FORMAT, block_format
+from optimus_cc_ext.compressors.formats import EXACT, EXACT_FORECAST, SUM_FORMAT, block_format
 from optimus_cc_ext.compressors.low_rank import pays
 from optimus_cc_ext.config import OptimusConfig, classes
 from optimus_cc_ext.config.classes import TrafficClass
@@ -135,6 +135,9 @@ class BucketRules:
     Megatron, too.
     """
 
+    exact_bits: tuple[float, float] = EXACT_FORECAST
+    """Bits of a value in exact messages, in the mean of the run and at the learning rate's peak, as forecast."""
+
     slot_bytes: int | None = None
     """The most bytes of messages that an exchange has under way at once (module `ring`); None: no limit."""
 
@@ -154,6 +157,7 @@ class BucketRules:
         beside: int = 1,
         left_dense: Collection[TrafficClass] = (),
         in_fp32: bool = False,
+        exact_bits: tuple[float, float] = EXACT_FORECAST,
     ) -> "BucketRules":
         """Return the rules of a run.
 
@@ -174,6 +178,7 @@ class BucketRules:
         gradients = format_of(classes.DP_GRADIENTS)
         return cls(
             ranks=ranks, sharded=sharded, levels=levels, place=place, beside=beside, in_fp32=in_fp32 and sharded,
+            exact_bits=exact_bits,
             # With sums in fp32 inside a node, one more part of the bound is memory for these sums.
             slot_bytes=slot_bytes(config.message_memory, SLOTS + (in_fp32 and sharded)),
             rank=config.dp_compression_rank, force=config._force_compression,

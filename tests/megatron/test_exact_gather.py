@@ -52,6 +52,30 @@ def load_weights(*, whole: bool = True) -> None:
     training.train_step = loading_step
 
 
+def refit() -> None:
+    """After each step, gather the weights for a rollout, and take their memory away for a while, as loops of
+    reinforcement learning do.
+    """
+    from megatron.training import training
+
+    step = training.train_step
+
+    @functools.wraps(step)
+    def refitting_step(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        for chunk in args[2]:
+            chunk.start_param_sync(force_sync=True)
+            for data in (buffer.param_data for buffer in chunk.buffers):
+                kept, storage = data.clone(), data.untyped_storage()
+                nbytes = storage.nbytes()
+                storage.resize_(0)
+                storage.resize_(nbytes)
+                data.copy_(kept)
+        return result
+
+    training.train_step = refitting_step
+
+
 _noted: list[str] = []
 
 
@@ -95,12 +119,15 @@ VANILLA = RunSpec(
 GATHER, PRESET = (VANILLA.but(f"whole life, {ours}", ours=ours) for ours in (EXACT, "--optimus-cc exact"))
 RESUMED = [table.resumed(run, 4) for run in (VANILLA, GATHER)]
 WITH_TWO = [replace(run, name=f"{run.name}, two replicas", layout=(2, "")) for run in RESUMED]
+REFITTED = [
+    replace(run, name=f"{run.name}, refitted", before=(interventions.poison, refit)) for run in (VANILLA, GATHER)
+]
 LOADED_TOO_EARLY = GATHER.but(
     "weights loaded before the gather", before=(functools.partial(load_weights, whole=False),), ends=True
 )
 
 
-@uses(in_ci(VANILLA, GATHER), full(VANILLA, PRESET), full(*RESUMED), full(*WITH_TWO))
+@uses(in_ci(VANILLA, GATHER), full(VANILLA, PRESET), full(*RESUMED), full(*WITH_TWO), full(*REFITTED))
 def test_steps_evaluations_saves_resumes_and_loaded_weights_keep_every_bit(runs):
     vanilla, ours = runs
     whole = len(vanilla.ranks[0].steps) == 8

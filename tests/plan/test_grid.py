@@ -39,7 +39,7 @@ def points_of(grid: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("grid") / "grid.html"
-    own = ["--dp-compression-format", "int4", "--lr", "1"]  # the planner reads no --lr
+    own = ["--dp-compression-format", "int4", "--weight-decay", "1"]  # the planner reads no --weight-decay
     assert planner.main([*ASKED, "--output", str(path), "--", *JOB, *own]) == 0
     return path
 

@@ -32,11 +32,11 @@ REFUSED = {
 def test_an_option_within_the_plans_error_is_named_with_its_bound(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*PLAN, flag, *WORDS.get(flag, []), "--lr", "0.1"]) == 0
+    assert cli.main([*PLAN, flag, *WORDS.get(flag, []), "--weight-decay", "0.1"]) == 0
     said = capsys.readouterr().out
     line = next(line for line in said.splitlines() if line.startswith(f"left out: {flag}"))
     assert float(re.search(r"at most ([\d.]+) % of vanilla's seconds", line)[1]) <= 12  # type: ignore[index]
-    assert "Not part of a plan: --lr 0.1" in said
+    assert "Not part of a plan: --weight-decay 0.1" in said
 
 
 @pytest.mark.parametrize("flag", REFUSED)

@@ -111,6 +111,7 @@ def plans(job: Job, config: OptimusConfig) -> dict[str, int]:
         tied_embeddings=job.model.tied,
         distributed_optimizer=job.distributed_optimizer,
         instances=job.instances,
+        exact_bits=(job.exact_bits, 5.0),
     )
     schedule = schedule_of(job.pp, job.vpp, job.micro_batches)
     places = places_of(Placement(tensor=job.tp, data=job.dp, pipeline=job.pp, ranks_per_node=8))
@@ -131,6 +132,14 @@ def config_for(job: Job, form: str, **more: object) -> OptimusConfig:
     allowed |= {"fused_embedding_sync"} if job.pp > 1 and job.model.tied else set()
     named = {name: value for name, value in CONFIGS[form].items() if name.startswith((*allowed, "low_rank"))}
     return OptimusConfig(**named | more)
+
+
+@pytest.mark.parametrize("bits", [2.0, 5.0])
+def test_bits_that_the_learning_rate_lets_expect_are_in_the_planners_and_in_trainings_own_plans(bits: float) -> None:
+    job = JOBS["18b, one stage"].replace(distributed_optimizer=True, exact_bits=bits)
+    config = OptimusConfig(param_gather_format="exact")
+    assert planned(job, config)["gather"] == pytest.approx(plans(job, config)["gather"], rel=0.01)
+    assert plans(job, config)["gather"] == pytest.approx(bits / 16 * plans(job, OptimusConfig())["gather"], rel=0.01)
 
 
 CASES = [(name, form, sharded) for name in JOBS for form in CONFIGS for sharded in (False, True)]

@@ -174,14 +174,14 @@ def test_a_class_is_explained_with_its_bytes_and_seconds(capsys: pytest.CaptureF
 
 def test_our_flags_are_planned_as_they_are_and_megatrons_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     # The word 1 is the value of one of our flags, and of a flag that no plan reads.
-    ours = ["--optimus-cc", "--dp-compression-stages", "1", "--lr", "0.1", "--save-interval", "1"]
+    ours = ["--optimus-cc", "--dp-compression-stages", "1", "--weight-decay", "0.1", "--save-interval", "1"]
     assert main([*PLAN, "--format", "csv", "--", *LAYOUT, *ours]) == 0
     rows = {row["variant"]: row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
     assert rows["yours"]["DP stages"] == "0" and rows["paper"]["DP stages"] == "0,1,2"
     assert rows["balanced"]["DP stages"] == "all"
     assert rows["yours"]["flags"] == "--optimus-cc --dp-compression-stages 1"
     main([*PLAN, "--", *LAYOUT, *ours])
-    assert "Not part of a plan: --lr 0.1 --save-interval 1" in capsys.readouterr().out
+    assert "Not part of a plan: --weight-decay 0.1 --save-interval 1" in capsys.readouterr().out
 
 
 def test_where_links_are_fast_nothing_pays_and_where_they_are_slow_it_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -412,8 +412,10 @@ def test_the_band_of_exact_messages_reaches_from_2_to_5_bits_a_value(monkeypatch
     nbytes = [parameter_gather(replace(CLUSTER, exact_bits=bits), job, config).nbytes for bits in (2, 5)]
     assert nbytes[1] / nbytes[0] == pytest.approx(2.5)
     assert nbytes[0] < parameter_gather(CLUSTER, job, config).nbytes < nbytes[1]
+    fewer = replace(job, exact_bits=2)
+    assert parameter_gather(CLUSTER, fewer, config).nbytes == nbytes[0], "bits that the learning rate lets expect"
     gain = Band(CLUSTER, job).gain(config)
     for name in ("LEAST_BITS", "MOST_BITS"):
-        monkeypatch.setattr(variants, name, CLUSTER.exact_bits)
+        monkeypatch.setattr(variants, name, job.exact_bits)
     without = Band(CLUSTER, job).gain(config)
     assert gain.planned == without.planned and gain.least < without.least and gain.most > without.most

@@ -329,3 +329,6 @@ def test_what_has_no_exact_gather_is_dense_with_a_line_by_preset_and_refused_by_
     assert caught.value.flag == "--param-gather-format"
     allowed = resolve(request_from(parser.parse_args(["--optimus-cc", "exact"])), SHARDED, argparse.Namespace())
     assert allowed.config.param_gather_format == "exact" and not allowed.notes
+    known = replace(SHARDED, exact_bits=(2.24, 2.81))
+    said = resolve(request_from(parser.parse_args(["--optimus-cc", "exact"])), known).notes
+    assert said == ("parameter gather exact: 2.2 bits a value expected, 2.8 at the highest learning rate",)

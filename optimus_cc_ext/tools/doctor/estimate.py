@@ -295,6 +295,7 @@ def plans_of(gpt: Gpt, layout: Layout, config: OptimusConfig, stage: int, on: On
             config, ranks=ranks, sharded=layout.distributed_optimizer, left_dense=on.left_dense,
             fused=config.is_on(classes.EMBEDDING) and "tied" in names and any(p.tied for p in gpt.stages[stage]),
             levels=nodes.levels, beside=nodes.beside, in_fp32=layout.sums_in_fp32,
+            exact_bits=layout.exact_bits,
         )  # fmt: skip
         if not _compressed_stage(config, stage):
             rules = dataclasses.replace(rules, format="dense")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from optimus_cc_ext.config.forecast import exact_forecast
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.left_out import hybrid_bytes
 from optimus_cc_ext.tools.plan.model import Job
@@ -94,6 +95,9 @@ def _parser() -> _Parser:
     parser.add_argument("--recompute-num-layers", type=_whole)
     parser.add_argument("--recompute-modules", nargs="*", default=[])
     parser.add_argument("--attention-backend", choices=("flash", "fused", "unfused", "local", "auto"), default="auto")
+    parser.add_argument("--lr-decay-style")
+    for flag in ("--lr", "--min-lr", "--init-method-std"):
+        parser.add_argument(flag, type=float)
     parser.add_argument("--fp8-format", "--fp8", choices=("e4m3", "hybrid"))
     return parser
 
@@ -149,6 +153,7 @@ def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Jo
         precision="fp8" if args.fp8_format else "fp16" if args.fp16 else "bf16",
         flash=args.attention_backend not in ("unfused", "local"),
         gradient_bytes=4 if fp32 else 2,
+        exact_bits=exact_forecast(args)[0],
         pipeline_before_data=args.use_tp_pp_dp_mapping,
         accumulation="added" if args.no_gradient_accumulation_fusion else "fused",
         cp_exchange=args.cp_comm_type[0],

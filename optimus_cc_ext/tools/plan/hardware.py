@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from optimus_cc_ext.compressors.formats import EXACT_BITS
 from optimus_cc_ext.tools.plan import PlanError
 
 
@@ -209,8 +208,8 @@ class Cluster:
     coding_scale: float = 1.0
     """Factor on the seconds that `traffic` assumes for compressing."""
 
-    exact_bits: float = EXACT_BITS
-    """Bits of a value in exact messages, which follow from the learning rate."""
+    exact_bits: float | None = None
+    """Bits of a value in exact messages, in place of those that the job's learning rate lets expect."""
 
     memory_scale: float = 1.0
     """Factor on the bytes that a rank is estimated to need: at most 1, because the user's run fits."""

@@ -26,7 +26,7 @@ from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.hardware import Cluster, Constant
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.seconds import Group, all_to_all, reduce_scatter
-from optimus_cc_ext.tools.plan.sums import LAUNCH, bits_of
+from optimus_cc_ext.tools.plan.sums import LAUNCH, coded_bytes
 from optimus_cc_ext.tools.plan.traffic import DENSE, matrices
 
 CONTEXT = Constant(3e9, "assumed", "CUDA's context, NCCL's buffers, fragments")
@@ -161,7 +161,7 @@ def _exchanges(job: Job, config: OptimusConfig, per_node: int) -> list[_Exchange
             found.append(
                 _Exchanged(
                     of if alone else classes.DP_GRADIENTS, rail, nbytes, job.overlap_grad_reduce and not alone,
-                    2 * shard * bits_of(form) / 8 if of is classes.EMBEDDING and sharded else 0.0,
+                    2 * coded_bytes(shard, form) if of is classes.EMBEDDING and sharded else 0.0,
                     inside=inside if in_fp32 and members > 1 and job.gradient_bytes < 4 else 0,
                     tables=_tables(rail.ranks, coded, plain),
                 )

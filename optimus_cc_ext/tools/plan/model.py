@@ -4,6 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from optimus_cc_ext.compressors.formats import EXACT_BITS
 from optimus_cc_ext.config.presets import Layout, direct_of, row_width_of
 from optimus_cc_ext.tools.plan import PlanError
 from optimus_cc_ext.tools.plan.shapes import Model
@@ -79,6 +80,10 @@ class Job:
     distributed_optimizer: bool = False
     instances: int = 1
     """Number of distributed-optimizer instances: runs of neighbouring replicas, each of which holds all shards."""
+
+    exact_bits: float = EXACT_BITS
+    """Bits of a value in exact messages, in the mean of the run."""
+
     gradient_bytes: int = 4
     """Bytes of one value in the gradient buffer; Megatron uses fp32 by default."""
 

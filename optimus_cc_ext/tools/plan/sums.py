@@ -17,13 +17,8 @@ def kernel(gpu: Gpu, nbytes: float) -> float:
     return LAUNCH + moved(gpu, nbytes)
 
 
-def bits_of(form: str) -> float:
-    """Return the bits of a value in a format other than dense and low-rank; of exact messages, the expected bits."""
-    return formats.EXACT_BITS if form == formats.EXACT else format_named(form).bits_per_value
-
-
 def coded_bytes(values: float, form: str) -> float:
-    return values * bits_of(form) / 8
+    return values * format_named(form).bits_per_value / 8
 
 
 def in_blocks(gpu: Gpu, values: float, width: int, form: str) -> tuple[float, float]:

@@ -17,8 +17,8 @@ from optimus_cc_ext.tools.plan.seconds import Group, all_reduce, moved, reduce_s
 from optimus_cc_ext.tools.plan.sums import (
     LAUNCH,
     added,
-    bits_of,
     block_sum,
+    coded_bytes,
     in_blocks,
     kernel,
     ring_bytes,
@@ -248,12 +248,13 @@ def _gather(cluster: Cluster, job: Job, config: OptimusConfig, group: Group, par
     if form == "dense" or inside or ranks == 1:
         nbytes, coding = float((1 if job.fp8_gather else width) * parameters), 0.0
     else:
-        bits, shard = cluster.exact_bits if form == formats.EXACT else bits_of(form), parameters / ranks
-        gpu, nbytes = cluster.gpu, parameters * bits / 8
+        exact, shard = form == formats.EXACT, parameters / ranks
+        bits = cluster.exact_bits or job.exact_bits
+        gpu, nbytes = cluster.gpu, parameters * bits / 8 if exact else coded_bytes(parameters, form)
         # A rank keeps the old values of its shard, slice by slice, computes their change, and restores them; then it
         # decodes all messages and adds them to the parameters.
         coding = kernel(gpu, 7 * width * shard + nbytes / ranks) + kernel(gpu, nbytes + 5 * width * parameters)
-        if form == formats.EXACT:
+        if exact:
             coding = moved(gpu, _EXACT_PASSES * (shard + parameters))
     transfer = reduce_scatter(cluster, group, nbytes) + coding * cluster.coding_scale
     return Sent(nbytes=ring_bytes(nbytes, ranks, twice=False), transfer=transfer)

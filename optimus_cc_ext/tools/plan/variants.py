@@ -144,9 +144,9 @@ class Band:
                 software_scale=cluster.software_scale * computation,
             )
             for line, coding, computation, bits in (
-                (1, 1, 1, cluster.exact_bits),
-                (1 / LINE, CODING, 1 + off, MOST_BITS),
-                (LINE, 1 / CODING, 1 - off, LEAST_BITS),
+                (1, 1, 1, job.exact_bits),
+                (1 / LINE, CODING, 1 + off, max(MOST_BITS, job.exact_bits)),
+                (LINE, 1 / CODING, 1 - off, min(LEAST_BITS, job.exact_bits)),
             )
         ]  # fmt: skip
         best = with_best_dispatcher(cluster, job)
