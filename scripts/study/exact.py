@@ -171,11 +171,11 @@ def table(rows: Sequence[dict[str, str]]) -> Table:
         "compressed",
         "seconds",
     )
-    cells = [(*(row[each] for each in columns), "no" if row in wrong else "yes") for row in rows]
+    cells = [(*(row[each] for each in columns), row["commit"][:7], "no" if row in wrong else "yes") for row in rows]
     note = (
         "Bytes as shares of vanilla's. Equal: the losses of all iterations and the weights are vanilla's, to the bit."
     )
-    return Table((*columns, "equal"), cells, "Exact gathers", note, name="exact")
+    return Table((*columns, "commit", "equal"), cells, "Exact gathers", note, name="exact")
 
 
 if __name__ == "__main__":

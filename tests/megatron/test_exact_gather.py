@@ -157,6 +157,8 @@ def bytes_by_step() -> list[tuple[bool, int]]:
             tried = handle._session.trial.open
             optimizer.step()
             found.append((tried, sum(shards.sent_bytes for shards in handle._session.parameters.buckets)))
+        layout, buckets = handle._session.layout, handle._session.parameters.buckets
+        assert {shards.plan.bits for shards in buckets} == {layout.exact_bits}, "plans have the run's forecast"
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 
 import optimus_cc_ext
 from optimus_cc_ext import OptimusConfig
+from optimus_cc_ext.config.presets import Layout
 from optimus_cc_ext.config.refusals import conflicts, remarks
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.hooks import start
@@ -102,6 +103,7 @@ def test_the_command_line_and_a_built_model_give_the_same_facts(model: str) -> N
         assert run.ended is None, run.printed[-5:]
         of_flags, of_model, options = run.probed
         assert of_flags == of_model
+        assert of_flags.exact_bits != Layout.exact_bits, "bits of exact messages follow from the learning rate"
         assert options.pop("unknown") <= OF_THE_TRAINING_LOOP
         assert not options
 
