@@ -44,8 +44,10 @@ def _measured() -> list[tuple[str, float, float]]:
 def test_the_forecast_of_a_step_is_within_15_percent_of_every_measured_one() -> None:
     found = _measured()
     assert len(found) >= 12
-    far = [(row, forecast, bits) for row, forecast, bits in found if forecast != pytest.approx(bits, rel=0.15)]
-    assert not far
+    # Where few values change, nearly all bits are the one of each value and those of tables.
+    off = {row: abs(forecast / bits - 1) for row, forecast, bits in found}
+    assert not {row: share for row, share in off.items() if share > 0.15}
+    assert max(off[row] for row, _, bits in found if bits < 1.2) < 0.05
 
 
 def _rates(style: str, options: Namespace, warm_up: float) -> list[float]:
@@ -63,7 +65,7 @@ def _rates(style: str, options: Namespace, warm_up: float) -> list[float]:
 
 
 @pytest.mark.parametrize("warm_up", [0.01, 0.1])
-@pytest.mark.parametrize("least", [0.0, 3e-5])
+@pytest.mark.parametrize("least", [0.0, 3e-5, 2e-4])
 @pytest.mark.parametrize(
     ("style", "off"), [("cosine", 0.1), ("linear", 0.1), ("constant", 0.1), ("WSD", 0.1), ("inverse-square-root", 0.3)]
 )
