@@ -53,9 +53,7 @@ def load_weights(*, whole: bool = True) -> None:
 
 
 def refit() -> None:
-    """After each step, gather the weights for a rollout, and take their memory away for a while, as loops of
-    reinforcement learning do.
-    """
+    """After each step, gather the weights for a rollout, and move them away and back, as in RL."""
     from megatron.training import training
 
     step = training.train_step
@@ -66,11 +64,8 @@ def refit() -> None:
         for chunk in args[2]:
             chunk.start_param_sync(force_sync=True)
             for data in (buffer.param_data for buffer in chunk.buffers):
-                kept, storage = data.clone(), data.untyped_storage()
-                nbytes = storage.nbytes()
-                storage.resize_(0)
-                storage.resize_(nbytes)
-                data.copy_(kept)
+                kept = data.clone()
+                data.fill_(torch.nan).copy_(kept)
         return result
 
     training.train_step = refitting_step
