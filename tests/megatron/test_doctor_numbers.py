@@ -9,10 +9,11 @@ import pytest
 
 from optimus_cc_ext.announce import COMMUNICATORS, COMPRESSION_STATE, MESSAGE_BUFFERS
 from optimus_cc_ext.config import OptimusConfig
+from optimus_cc_ext.techniques.groups import communicator_bytes
 from optimus_cc_ext.tools.plan.flags import job_of
 from optimus_cc_ext.tools.plan.memory import memory
 from scripts.compat import cpu_attention
-from tests.megatron import interventions
+from tests.megatron import interventions, recording
 from tests.megatron.runs import BLOCKS, MIXTURE, PP2_DP2, SHARDED
 from tests.megatron.specs import RunSpec, full, uses
 from tests.megatron.test_doctor import GPT_8_3B, PP2, ask_doctor
@@ -118,6 +119,37 @@ def test_the_bytes_that_it_foresees_are_those_that_a_run_counts(runs: Any) -> No
     counted = {name: both for name, both in counted.items() if both[0]}
     assert foreseen.keys() == counted.keys()
     assert all(both == pytest.approx(counted[name], rel=few, abs=0) for name, both in foreseen.items())
+
+
+def made_groups(model: Any, optimizer: Any) -> dict[str, int]:
+    """Return the number of ranks of each process group that Optimus-CC made, by description."""
+    session = recording.current()
+    assert session is not None and session.new_groups is not None
+    return {name: group.size() for name, group in session.new_groups.made.items()}
+
+
+_GROUPS = {
+    "two levels": ((4, ""), "--dp-compression-format int8", SHARDED),
+    "a tied embedding": ((8, "--pipeline-model-parallel-size 2"), f"{BLOCKS} --fused-embedding-sync-format int8", ""),
+    "tokens once a node": ((4, ""), _TOKENS, f"{MIXTURE} --expert-model-parallel-size 4 --hidden-size 128"),
+    "instances": ((4, ""), "--dp-compression-format int8", f"{SHARDED} --num-distributed-optimizer-instances 2"),
+}  # fmt: skip
+MAKING_GROUPS = [
+    RunSpec(
+        name=f"groups of {what}", layout=layout, ours=ours, flags=f"--train-iters 1 {flags}", probe=made_groups,
+        before=(partial(interventions.nodes_of, 2),),
+    )
+    for what, (layout, ours, flags) in _GROUPS.items()
+]  # fmt: skip
+
+
+@uses(MAKING_GROUPS[0], *map(full, MAKING_GROUPS[1:]))
+def test_the_communicators_that_it_foresees_are_those_of_the_groups_that_a_run_makes(runs: Any) -> None:
+    made = [sum(map(communicator_bytes, rank.probed.values())) for rank in runs.ranks]
+    flags = shlex.join(TINY_GPT).replace("--distributed-backend gloo", "")
+    line = f"{flags} {runs.spec.flags} {runs.spec.layout[1]} {runs.spec.ours}"
+    answer = json.loads(ask_doctor(line, runs.spec.layout[0], "--json", "--ranks-per-node", "2").output)
+    assert answer["memory_per_rank"][COMMUNICATORS] == max(made), runs.ranks[0].probed
 
 
 @pytest.mark.parametrize(

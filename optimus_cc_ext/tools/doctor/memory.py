@@ -1,6 +1,6 @@
 """Memory that compression takes on a rank, by the plans of the runtime."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from optimus_cc_ext.announce import COMMUNICATORS, COMPRESSION_STATE, MESSAGE_BUFFERS
 from optimus_cc_ext.collectives.exact import ExactPlan
@@ -42,12 +42,27 @@ def compression_memory(
     stages = [plans_of(gpt, layout, config, stage, on) for stage in range(layout.stages)]
     reductions = [[bucket.compressed for plan in plans for bucket in plan.buckets] for plans in stages]
     states = (sum(r.state_bytes(dtype) for r in found if isinstance(r, LowRankPlan)) for found in reductions)
-    union = nccl and config.is_on(classes.EMBEDDING) and not layout.distributed_optimizer
     return {
         COMPRESSION_STATE: max(nbytes + link * (stage in senders) for stage, nbytes in enumerate(states)),
         MESSAGE_BUFFERS: max(_messages(plans, gpt, layout, config, on, tables=nccl) for plans in stages),
-        COMMUNICATORS: communicator_bytes(2 * layout.data_parallel) if union else 0,
+        COMMUNICATORS: sum(map(communicator_bytes, _new_groups(layout, config, on))) if nccl else 0,
     }
+
+
+def _new_groups(layout: Layout, config: OptimusConfig, on: OnNodes) -> Iterator[int]:
+    """Yield the numbers of ranks of the process groups that a rank gets: those of a tied embedding, and the node and
+    the rail of each sum in two levels and of tokens that go once a node. Megatron has groups for several instances.
+    """
+    in_levels = [on.experts]
+    if on.levels.two and not on.levels.instances:
+        in_levels.append(on.levels)
+    if config.is_on(classes.EMBEDDING) and not layout.distributed_optimizer:
+        yield 2 * layout.data_parallel
+        if embedding_formats(config, on) is not None:
+            in_levels.append(on.union)
+    for levels in in_levels:
+        if levels.two:
+            yield from (levels.members, levels.nodes)
 
 
 def _messages(
