@@ -1,12 +1,13 @@
-"""Watch of the requests that code makes of torch: new memory for tensors, and values on the host."""
+"""Watch of the requests that code makes of torch: new memory for tensors, values on the host, and memory that lives."""
 
+import weakref
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Watch"]
+__all__ = ["Living", "Watch"]
 
 HOST_READS = ("aten._local_scalar_dense.default", "aten.equal.default", "aten.nonzero.default")
 """Operators that bring a tensor's value, or a size that depends on it, to the host: on a GPU each waits for the
@@ -49,3 +50,37 @@ class Watch(TorchDispatchMode):
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+class Living(TorchDispatchMode):
+    """Dispatch mode that adds up the bytes of living storages of tensors, and notes their largest sum.
+
+    It sees the storages that an operator returns. It does not see the memory that an operator uses inside, and none of
+    the transport's: gloo's thread keeps clones of what it sends, with compression and without.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            return
+
+        def freed(_: Any) -> None:
+            self.now -= nbytes
+            del self._storages[key]
+
+        # torch keeps the Python object of a storage as long as the storage lives.
+        self._storages[key] = weakref.ref(storage, freed)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
