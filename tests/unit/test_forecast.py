@@ -24,7 +24,7 @@ OTHERS = {("weight-decay", "40"), ("weight-decay", "41")}
 
 
 def _measured() -> list[tuple[str, float, float]]:
-    """Return (row, forecast, measured bits) of all steps of Adam after the first ones, with gradients that are clipped."""
+    """Return (row, forecast, measured bits) of the steps of Adam after the first ones, where gradients are clipped."""
     with (ROOT / "docs/exact-bits.csv").open(newline="") as stream:
         rows = [row for row in csv.DictReader(stream) if row["kind"] == "all" and int(row["iteration"]) >= 20]
     return [
