@@ -323,7 +323,7 @@ class ParamGatherConfig(Options):
     param_gather_format: Literal["dense", "exact", "int8", "int4"] = option(
         "dense",
         "Wire format of the parameters that the distributed optimizer gathers. int8 and int4 send the change of each "
-        "parameter since the last gather; exact sends it to the bit, in about 3.4 bits a value.",
+        "parameter since the last gather; exact sends it to the bit, in 2 to 4 bits a value.",
     )
 
 
