@@ -30,6 +30,11 @@ _MODELS = {
     "--group-query-attention --num-query-groups 4 --qk-layernorm --num-experts 128 --moe-router-topk 8 "
     "--moe-ffn-hidden-size 768 --moe-token-dispatcher-type alltoall --seq-length 4096 --vocab-size 151936 "
     f"{_TODAYS} {_SHARDED}",
+    "deepseek": "--num-layers 64 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
+    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+    "--v-head-dim 128 --qk-layernorm --num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048 "
+    "--moe-shared-expert-intermediate-size 2048 --moe-token-dispatcher-type alltoall --seq-length 4096 "
+    f"--vocab-size 129280 {_TODAYS} {_SHARDED}",
 }
 _LAYOUTS = [
     ("llama3-8b", 16, 1, 1, 128, "--optimus-cc balanced"),
@@ -47,9 +52,22 @@ _LAYOUTS = [
     ("gpt-8.3b", 128, 8, 4, 512, "--optimus-cc balanced"),
     ("gpt-8.3b", 128, 8, 4, 512, "--optimus-cc paper"),
     ("gpt-8.3b", 64, 4, 2, 512, f"--optimus-cc balanced {_SHARDED}"),
+    (
+        "llama3-70b",
+        64,
+        8,
+        1,
+        128,
+        "--optimus-cc balanced --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
     ("gpt-175b", 512, 8, 16, 1536, "--optimus-cc balanced"),
+    ("gpt-175b", 256, 8, 8, 1536, "--dp-compression-format int8 --param-gather-format exact"),
     ("qwen3-30b", 32, 1, 1, 256, "--optimus-cc balanced --expert-model-parallel-size 8"),
     ("qwen3-30b", 64, 2, 1, 256, "--optimus-cc balanced --expert-model-parallel-size 32"),
+    ("qwen3-30b", 64, 1, 2, 256, "--optimus-cc balanced --expert-model-parallel-size 8"),
+    ("deepseek", 1024, 1, 16, 4096, "--optimus-cc balanced --expert-model-parallel-size 64"),
+    ("deepseek", 1024, 2, 8, 4096, "--optimus-cc balanced --expert-model-parallel-size 32"),
+    ("deepseek", 2048, 1, 16, 8192, "--optimus-cc balanced --expert-model-parallel-size 64"),
 ]
 
 
