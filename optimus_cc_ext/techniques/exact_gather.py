@@ -17,7 +17,6 @@ from optimus_cc_ext.collectives.calls import PendingCollective, start_all_gather
 from optimus_cc_ext.collectives.exact import ExactPlan, padded
 from optimus_cc_ext.collectives.ring import Slice, has_streams
 from optimus_cc_ext.compressors import exact, fast
-from optimus_cc_ext.compressors.formats import EXACT_PEAK_BITS
 from optimus_cc_ext.errors import OptimusError
 from optimus_cc_ext.techniques.param_gather import ParamGather, Shards, Write
 
@@ -82,7 +81,8 @@ class _ExactSlice(Slice):
         self.longest = 0
         """Bytes of the longest message of all ranks."""
 
-        self.at_peak = exact.HEADER + (span.stop - span.start) * EXACT_PEAK_BITS // 8
+        peak = exact.HEADER + int((span.stop - span.start) * shards.plan.bits[1] / 8)
+        self.at_peak = peak if peak <= kept else self.raw
         """Bytes of a message at the learning rate's peak, as forecast."""
 
         self.is_raw = False

@@ -11,7 +11,6 @@ from optimus_cc_ext.collectives.exact import ExactPlan, padded
 from optimus_cc_ext.collectives.groups import Groups
 from optimus_cc_ext.compressors import exact
 from optimus_cc_ext.compressors.exact import HEADER, raw_bytes
-from optimus_cc_ext.compressors.formats import EXACT_PEAK_BITS
 from optimus_cc_ext.config import OptimusConfig
 from optimus_cc_ext.config.classes import PARAM_GATHER
 from optimus_cc_ext.errors import FlagError, OptimusError
@@ -103,11 +102,11 @@ def test_all_replicas_have_the_owners_values_to_the_bit_through_steps_that_do_no
     assert small[0] < 0.7 * astray[0]
 
 
-def _messages_on_trial() -> list[int]:
+def _messages_on_trial(peak: float) -> list[int]:
     """Return the bytes of a step that changes nothing, on trial and afterwards."""
     dist.init_process_group("gloo")
     technique, flat = ExactGather(OptimusConfig(param_gather_format="exact"), PARAM_GATHER), _start(LONG)
-    bucket, plan = Bucket.of(flat), ExactPlan(numel=LONG, dtype=flat.dtype, ranks=RANKS)
+    bucket, plan = Bucket.of(flat), ExactPlan(numel=LONG, dtype=flat.dtype, ranks=RANKS, bits=(1.0, peak))
     [shards], found = [technique.add_bucket(bucket, plan, Groups(dist.group.WORLD), together=True)], []
     for technique.on_trial in (True, False):
         _update(technique, [bucket], [_start(LONG)])
@@ -117,12 +116,18 @@ def _messages_on_trial() -> list[int]:
     return found
 
 
-def test_messages_on_trial_are_as_long_as_at_the_learning_rates_peak() -> None:
-    first, *others = run_ranks(RANKS, _messages_on_trial)
+@pytest.mark.parametrize("peak", [3.5, 5])
+def test_messages_on_trial_are_as_long_as_at_the_learning_rates_peak(peak: float) -> None:
+    first, *others = run_ranks(RANKS, _messages_on_trial, peak)
     assert all(each == first for each in others)
     at_peak, still = first
     numel = LONG // RANKS
-    assert still < 0.3 * at_peak and numel * EXACT_PEAK_BITS / 8 < at_peak < numel * (EXACT_PEAK_BITS + 1) / 8
+    assert still < 1.5 / peak * at_peak and numel * peak / 8 < at_peak < numel * peak / 8 + 1000
+
+
+def test_messages_on_trial_are_raw_if_those_of_the_peak_will_be() -> None:
+    (at_peak, still), *_ = run_ranks(RANKS, _messages_on_trial, 7)
+    assert at_peak == padded(raw_bytes(LONG // RANKS)) + 16 and still < 0.1 * at_peak
 
 
 def _lines_of_raw_steps() -> list[str]:
