@@ -25,7 +25,9 @@ from optimus_cc_ext.techniques.state import FactorStates
 from optimus_cc_ext.techniques.transfer import Transfer
 from tests.allocations import Watch
 
-__all__ = ["Messages", "Ours", "current", "hash_of", "hot_path", "memory", "observe_links", "read", "watch_reports"]
+__all__ = [
+    "Messages", "Ours", "current", "hash_of", "hot_path", "memory", "observe_links", "read", "slices", "watch_reports",
+]  # fmt: skip
 
 
 def hash_of(tensor: torch.Tensor) -> str:
@@ -163,6 +165,14 @@ def read(session: Session) -> Ours:
         remembered=_hashed(session.state_dict()),
         groups=[(g.group_desc, g._get_backend(cpu).options._timeout) for g in groups if g is not None],
     )
+
+
+def slices(model: list[torch.nn.Module], optimizer: Any) -> dict[str, int]:
+    """Return the number of slices of the largest exchange of each class of traffic that uses the ring."""
+    session = current()
+    assert session is not None
+    lanes = {technique.traffic.tag: technique.lane for technique in session.techniques}
+    return {tag: max(len(each.nbytes) for each in lane.exchanges) for tag, lane in lanes.items() if lane.exchanges}
 
 
 def _hashed(value: Any) -> Any:
