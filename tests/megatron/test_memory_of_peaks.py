@@ -9,7 +9,7 @@ import optimus_cc_ext
 from optimus_cc_ext import OptimusConfig
 from optimus_cc_ext.collectives import division
 from optimus_cc_ext.collectives.ring import Ring
-from optimus_cc_ext.compressors import blocks
+from optimus_cc_ext.compressors import blocks, exact
 from optimus_cc_ext.slots import SLOTS
 from optimus_cc_ext.techniques.param_gather import Shards
 from tests.allocations import Living
@@ -25,6 +25,9 @@ PART = 64
 registers, are then small beside messages.
 """
 
+CHUNK = 1 << 14
+"""Values that the exact encoder takes at once, in place of a million, each with 50 bytes of intermediate results."""
+
 BYTES, SHARE = 1e6, 0.05
 """Largest difference between number and peaks: so many bytes, or so large a share of the number."""
 
@@ -33,6 +36,7 @@ CASES: dict[str, tuple[OptimusConfig, dict[str, Any]]] = {
     "slices": (BLOCKS, SHARDED | OVERLAPPED),
     "one message": (BLOCKS.replace(message_memory=256), SHARDED),
     "whole gradients": (OptimusConfig(dp_compression_format="int4", message_memory=8), {}),
+    "exact": (OptimusConfig(param_gather_format="exact", message_memory=8), SHARDED),
     "low rank": (OptimusConfig(dp_compression_format="low-rank", dp_compression_rank=8), {}),
 }
 """Sums in fp32 are not among them: Megatron's own copy buckets, which ours replace, so the difference is smaller."""
@@ -51,6 +55,7 @@ class Peak(NamedTuple):
 def trained(config: OptimusConfig | None, ddp: dict[str, Any], mutant: str = "") -> Peak:
     """Train a GPT for some steps; None: without compression."""
     blocks.AT_ONCE = division.AT_ONCE = division.GRAIN = PART
+    exact._CHUNK = CHUNK
     own_loops.start(1)
     if mutant:
         MUTANTS[mutant]()
