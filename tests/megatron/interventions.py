@@ -41,10 +41,11 @@ BY_CONFIG = OptimusConfig(
 
 def small_ring(kilobytes: float, slots: int) -> None:
     """Give messages of gradients and parameters so little memory that the buckets of a tiny model are cut."""
-    from optimus_cc_ext.techniques import bucket_rules, session
+    from optimus_cc_ext.techniques import bucket_rules, fused_embedding_sync, session
 
     session.Ring = functools.partial(session.Ring, slots)  # type: ignore[misc, assignment]
-    bucket_rules.slot_bytes = session.slot_bytes = lambda megabytes, several=0: int(kilobytes * 1000) // slots
+    for module in (bucket_rules, fused_embedding_sync):
+        module.slot_bytes = lambda megabytes, several=0: int(kilobytes * 1000) // slots  # type: ignore[attr-defined]
 
 
 def compress_by_config() -> None:
