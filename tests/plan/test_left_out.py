@@ -5,7 +5,7 @@ import re
 import pytest
 
 from optimus_cc_ext.tools import cli
-from optimus_cc_ext.tools.plan.flags import job_of, layout_flags
+from optimus_cc_ext.tools.plan.flags import job_of, used_words
 from optimus_cc_ext.tools.plan.hardware import CLUSTERS
 from optimus_cc_ext.tools.plan.iteration import iteration
 from optimus_cc_ext.tools.plan.left_out import BOUNDS
@@ -71,7 +71,8 @@ def test_full_recomputation_of_a_block_counts_its_layers() -> None:
     assert costs(some[-1]) == costs(everything), "no stage has more layers"
     least, half, most = (costs(job) for job in some)
     assert costs(none)[0] > least[0] > half[0] > most[0] and costs(none)[1] < least[1] < half[1] < most[1]
-    assert "--recompute-method block --recompute-num-layers 2" in layout_flags(some[1])
+    block = [*full, "block", "--recompute-num-layers", "2"]
+    assert used_words(block, some[1])[: len(block)] == block
 
 
 def test_a_latent_size_that_does_not_divide_into_blocks_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,4 +100,4 @@ MODEL = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", 
 def test_layers_that_are_dealt_out_unevenly_are_planned(words: list[str], layers: tuple[int, ...], chunks: int) -> None:
     job, unread = job_of([*MODEL, *words], 4)
     assert [job.layers_on(stage) for stage in range(job.pp)] == list(layers) and job.vpp == chunks
-    assert not unread and job.stage_flags in layout_flags(job)
+    assert not unread and used_words([*MODEL, *words], job)[: len(MODEL) + len(words)] == [*MODEL, *words]

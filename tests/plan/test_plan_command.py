@@ -216,7 +216,10 @@ def test_one_stage_and_one_replica_leave_out_what_cannot_work(capsys: pytest.Cap
         (["--cluster", "paper", "--nodes", "2", "--model", "9b"], "unknown model '9b'"),
         ([*PLAN, "--", "--pipeline-model-parallel-size", "5"], "128 GPUs do not divide among 5 tensor x pipeline"),
         ([*PLAN, "--", "--tensor-model-parallel-size", "-2"], "--tensor-model-parallel-size: -2 is not a positive"),
-        ([*PLAN, "--", "--tensor-model-parallel-size", "x"], "invalid _whole value: 'x'"),
+        (
+            [*PLAN, "--", "--tensor-model-parallel-size", "x"],
+            "x is not a positive whole number",
+        ),
         (
             [*PLAN, "--", "--hybrid-layer-pattern", "M*-M"],
             "--hybrid-layer-pattern: the seconds of Mamba layers are not modelled",

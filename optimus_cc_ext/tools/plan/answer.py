@@ -133,7 +133,7 @@ def in_bf16(job: Job) -> Job | None:
 
 
 def answer_lines(cluster: Cluster, job: Job, found: Sequence[Answer], chosen: Variant, all_of_them: Sequence[Variant],
-                 layout_words: str) -> list[str]:  # fmt: skip
+                 megatron: str) -> list[str]:  # fmt: skip
     """Return the answer: one sentence with one number, the command line to use, a sentence for each class, and what
     equals it.
     """
@@ -148,7 +148,7 @@ def answer_lines(cluster: Cluster, job: Job, found: Sequence[Answer], chosen: Va
             f"{limits(job, all_of_them[0])}", *classes_said,
         ]  # fmt: skip
     gain = chosen.gain
-    said = [_headline("yes", chosen), f"use: {layout_words} {chosen.flags}   ({PRICE})", *classes_said]
+    said = [_headline("yes", chosen), f"use: {megatron} {chosen.flags}   ({PRICE})", *classes_said]
     int4 = config_in([*chosen.flags.split(), classes.DP_GRADIENTS.format_flag, "int4"], job)
     if chosen.config.format_of(classes.DP_GRADIENTS) == "int8":
         more = chosen.result.seconds - iteration(cluster, job, int4).seconds

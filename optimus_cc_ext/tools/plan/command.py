@@ -3,10 +3,11 @@ uncertainty.
 """
 
 import argparse
+import shlex
 import sys
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 from optimus_cc_ext.config.flags import add_flags
@@ -14,7 +15,7 @@ from optimus_cc_ext.config.presets import config_of
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.tools.plan import PlanError, tables
 from optimus_cc_ext.tools.plan.answer import answer_lines, answers, bounds, class_of, recommended, trials, why
-from optimus_cc_ext.tools.plan.flags import job_of, layout_flags
+from optimus_cc_ext.tools.plan.flags import Parser, job_of, read_words, taken, used_words
 from optimus_cc_ext.tools.plan.hardware import CLUSTERS, Cluster, cluster_of
 from optimus_cc_ext.tools.plan.left_out import left_out
 from optimus_cc_ext.tools.plan.measured import calibrated, read_run, stated_run
@@ -130,7 +131,10 @@ class Asked:
     """Lines about measurements that were given."""
 
     megatron: list[str]
-    """Megatron's flags that the planner read."""
+    """Megatron's flags after `--` that the planner read."""
+
+    use: str
+    """Megatron's flags with which training is the planned job."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +154,13 @@ def asked_of(options: argparse.Namespace) -> Asked:
         PlanError: an argument is missing or wrong, or a measurement cannot be used.
         FlagError: one of our flags cannot work on this layout.
     """
-    cluster, job, others, measured = _basis(options)
+    cluster, job, others, measured, has_flags = _basis(options)
     own, unread = _own(others, job)
-    return Asked(cluster, job, own, unread, measured, _taken(_flags(options), others))
+    megatron = read_words(_flags(options))
+    # A run has flags that no plan reads, so its own command line stays, and is changed.
+    use = f"the flags of {options.run} and " if has_flags else ""
+    use += shlex.join(megatron if has_flags else used_words(megatron, job))
+    return Asked(cluster, job, own, unread, measured, megatron, use)
 
 
 def plan_of(asked: Asked) -> WholePlan:
@@ -164,7 +172,7 @@ def plan_of(asked: Asked) -> WholePlan:
     chosen = recommended(cluster, job, band, said, found[0])
     found += [chosen] if chosen.flags else []
     lines = [
-        *answer_lines(cluster, job, said, chosen, found, layout_flags(job)),
+        *answer_lines(cluster, job, said, chosen, found, asked.use),
         *trials(band, found),
         *bounds(cluster, job, found),
         *asked.measured,
@@ -187,8 +195,10 @@ def _flags(options: argparse.Namespace) -> list[str]:
     return list(options.flags[1:] if options.flags[:1] == ["--"] else options.flags)
 
 
-def _basis(options: argparse.Namespace) -> tuple[Cluster, Job, list[str], list[str]]:
-    """Return the cluster, the job, the words that the planner does not read, and the lines about measurements."""
+def _basis(options: argparse.Namespace) -> tuple[Cluster, Job, list[str], list[str], bool]:
+    """Return the cluster, the job, the words that the planner does not read, the lines about measurements, and True if
+    a log gave the job.
+    """
     for wanted in ("cluster", "nodes"):
         if getattr(options, wanted) is None and not (wanted == "nodes" and options.run):
             raise PlanError(f"give --{wanted}{', which the log of --from does not say' if options.run else ''}")
@@ -206,12 +216,12 @@ def _basis(options: argparse.Namespace) -> tuple[Cluster, Job, list[str], list[s
     if not options.run:
         job, others = job_of(flags, gpus, options.model)
         if options.seconds is None:
-            return cluster, job, others, said
-        if options.seconds <= 0:
+            return cluster, job, others, said, False
+        if not 0 < options.seconds < inf:
             raise PlanError(f"--seconds: {options.seconds:g} is not a positive number")
         run = stated_run(options.seconds, job)
         cluster = calibrated(cluster, run)
-        return cluster, job, others, [*said, *run.words(cluster.software_scale, cluster)]
+        return cluster, job, others, [*said, *run.words(cluster.software_scale, cluster)], False
     if options.seconds is not None:
         raise PlanError("--seconds: the log of --from gives the seconds. Leave one of the two out")
     run = read_run(options.run, flags, gpus, options.model)
@@ -219,34 +229,23 @@ def _basis(options: argparse.Namespace) -> tuple[Cluster, Job, list[str], list[s
     cluster = calibrated(replace(cluster, gpus_per_node=per_node), run)
     said += run.words(cluster.software_scale, cluster)
     if not run.flags:
-        return cluster, *job_of(flags, gpus, options.model), said
+        return cluster, *job_of(flags, gpus, options.model), said, False
     if options.model:
         raise PlanError("--model: the log of --from gives the model. Leave one of the two out")
     gpus = options.nodes * per_node if options.nodes else run.job.gpus
     job, others = job_of([*run.flags, *flags], gpus)
     if run.job.precision == "fp32":
         job = job.replace(precision="fp32", gradient_bytes=4)
-    return cluster if job == run.job else replace(cluster, error=0.0), job, others, said
+    return cluster if job == run.job else replace(cluster, error=0.0), job, others, said, True
 
 
 def _own(others: Sequence[str], job: Job) -> tuple[list[str], list[str]]:
     """Return our flags among those that `model` does not read, and the other ones."""
-    parser = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
+    parser = add_flags(Parser(allow_abbrev=False, add_help=False))
     _, unread = parser.parse_known_args(list(others))
-    if own := _taken(others, unread):
+    if own := taken(others, unread):
         config_of(own, layout_of(job))
     return own, unread
-
-
-def _taken(words: Sequence[str], left: Sequence[str]) -> list[str]:
-    """Return the words that a parser took: all but the words `left`, which keep the order of the command line."""
-    taken, rest = [], deque(left)
-    for word in words:
-        if rest and word == rest[0]:
-            rest.popleft()
-        else:
-            taken.append(word)
-    return taken
 
 
 def swept(options: argparse.Namespace) -> tuple[Table, list[str]]:

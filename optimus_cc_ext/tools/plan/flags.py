@@ -5,6 +5,7 @@ Flags that concern neither the size of the model nor its layout do not change a 
 
 import argparse
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -63,19 +64,21 @@ _SWITCHES = (
 )  # fmt: skip
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Parser that refuses a flag in the planner's way, without a page about all other flags."""
+
     def error(self, message: str) -> NoReturn:
         raise PlanError(message)
 
 
 def _whole(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(allow_abbrev=False, add_help=False)
+def _parser() -> Parser:
+    parser = Parser(allow_abbrev=False, add_help=False)
     for flag, field in (_MODEL | _LAYOUT | {name: None for name in _SIZES}).items():
         parser.add_argument(f"--{flag}", type=_whole, dest=field)
     for prefix, table in (("mixture", _MIXTURE), ("latent", _LATENT)):
@@ -137,7 +140,8 @@ def job_of(flags: Sequence[str], gpus: int, name: str | None = None) -> tuple[Jo
     layout |= _uneven(args, stages, layout["vpp"], model.layers)
     if "batch" not in given:
         layout["batch"] = 8 * max(1, gpus // (tp * stages * layout["cp"])) * micro_batch * stages
-    fp32 = args.accumulate_allreduce_grads_in_fp32 or not (args.grad_reduce_in_bf16 or args.fp16)
+    # For bf16 Megatron lets --grad-reduce-in-bf16 win over the other flag, which it does not read for fp16.
+    fp32 = args.accumulate_allreduce_grads_in_fp32 if args.fp16 else not args.grad_reduce_in_bf16
     selective = args.recompute_activations or args.recompute_granularity == "selective"
     args.sequence_parallel &= tp > 1
     if len(set(args.cp_comm_type)) > 1:
@@ -189,9 +193,8 @@ def _uneven(args: argparse.Namespace, stages: int, chunks: int, layers: int) -> 
     if rest < 0 or between < bool(rest) or (between and rest % (between * chunks)):
         raise PlanError(f"{rest} layers do not divide among the other {between} stages x {chunks} chunks")
     ends = [(each,) if each else () for each in (first, last)]
-    words = (f"--decoder-{end}-pipeline-num-layers {n}" for end, n in (("first", first), ("last", last)) if n)
     middle = (rest // between,) * between if between else ()
-    return {"stage_layers": (*ends[0], *middle, *ends[1]), "stage_flags": " ".join(words)}
+    return {"stage_layers": (*ends[0], *middle, *ends[1])}
 
 
 def _laid_out(text: str, stages: int) -> dict[str, Any]:
@@ -209,8 +212,7 @@ def _laid_out(text: str, stages: int) -> dict[str, Any]:
             f"{stages} stages"
         )
     layers = tuple(sum(chunk.count("t") for chunk in chunks[stage::stages]) for stage in range(stages))
-    words = f"--pipeline-model-parallel-layout '{text}'"
-    return {"vpp": len(chunks) // stages, "stage_layers": layers, "stage_flags": words}
+    return {"vpp": len(chunks) // stages, "stage_layers": layers}
 
 
 def _model(args: argparse.Namespace, given: dict[str, Any], tp: int, name: str | None) -> Model:
@@ -265,23 +267,32 @@ def _mixture_layers(pattern: str, layers: int) -> int:
     return found.count("1")
 
 
-def layout_flags(job: Job) -> str:
-    """Return Megatron's flags for the layout of `job`, without the model's sizes."""
-    usual = {"vpp": 1, "cp": 1, "ep": 1, "etp": job.tp if job.model.mixture else job.etp, "instances": 1}
-    usual |= {"vpp": job.vpp} if job.stage_flags.startswith("--pipeline") else {}  # this flag gives the chunks
-    words = [
-        f"--{flag} {getattr(job, field)}" for flag, field in _LAYOUT.items() if getattr(job, field) != usual.get(field)
+def taken(words: Sequence[str], left: Sequence[str]) -> list[str]:
+    """Return the words that a parser took: all but the words `left`, which keep the order of the command line."""
+    kept, rest = [], deque(left)
+    for word in words:
+        if rest and word == rest[0]:
+            rest.popleft()
+        else:
+            kept.append(word)
+    return kept
+
+
+def read_words(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line that a plan reads."""
+    _, others = _parser().parse_known_args(list(words))
+    return taken(words, others)
+
+
+def used_words(words: Sequence[str], job: Job) -> list[str]:
+    """Return the flags with which Megatron trains the job of a plan: `words`, which gave it, and what the plan assumes
+    where Megatron has another default or none.
+    """
+    names = {word.partition("=")[0] for word in words}
+    assumed = [
+        (("--micro-batch-size",), f"--micro-batch-size {job.micro_batch}"),
+        (("--global-batch-size",), f"--global-batch-size {job.batch}"),
+        (("--bf16", "--fp16"), "--bf16" if job.precision != "fp32" else ""),
+        (("--recompute-method",), "--recompute-method uniform --recompute-num-layers 1" * (job.recompute == "full")),
     ]
-    words += [job.stage_flags] if job.stage_flags else []
-    if job.model.mixture:
-        backend = {"flex": "hybridep", "deepep": "deepep", "ncclep": "ncclep"}.get(job.dispatcher)
-        flex = f"flex --moe-flex-dispatcher-backend {backend}"
-        words.append(f"--moe-token-dispatcher-type {job.dispatcher if backend is None else flex}")
-    words += [f"--cp-comm-type {job.cp_exchange}"] if job.cp > 1 else []
-    if job.recompute != "none":
-        words.append(f"--recompute-granularity {'full' if job.recompute == 'full' else 'selective'}")
-    if job.share_again and job.recompute_layers:
-        words.append(f"--recompute-method block --recompute-num-layers {job.recompute_layers}")
-    words += [f"--recompute-modules {' '.join(job.recomputed)}"] if job.recomputed else []
-    words += ["--use-tp-pp-dp-mapping"] if job.pipeline_before_data else []
-    return " ".join([*words, *(f"--{flag}" for flag, field in _HOW.items() if getattr(job, field))])
+    return [*words, *(word for flags, text in assumed if names.isdisjoint(flags) for word in text.split())]

@@ -9,6 +9,7 @@ import difflib
 import json
 import re
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Self
 
@@ -272,13 +273,13 @@ def cluster_of(name: str) -> Cluster:
         cluster = _named(content.pop("gpu"), _network_in(content))
     except PlanError:
         raise
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise PlanError(f'{name}: {error}. A cluster file contains {{"gpu": ..., "network": ...}}') from error
     own = ("gpus_per_node", "software_scale", "coding_scale")
     owner = {field: part for part in ("gpu", "network") for field in vars(getattr(cluster, part))}
     known = [*own, *(field for field in owner if field not in ("name", "rdma", "scatters_twice"))]
     for field, value in content.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
             raise PlanError(f"{name}: {field}: {value!r} is not a positive number")
         if field not in known:
             raise PlanError(f"{name}: {_unknown('field', field, known)}")

@@ -167,6 +167,8 @@ def read_run(path: Path, flags: Sequence[str] = (), gpus: int = 0, model: str | 
             compressed without a trial; the message names the line.
     """
     logs = [_read(each) for each in log_files(path)]
+    if not logs:
+        raise PlanError(f"--from {path}: a folder without logs: give a log, or a folder with *.txt, *.log or *.out")
     tables = [log for log in logs if log.tables]
     logged = [log for log in logs if any(_ITERATION.search(line) for line in log.lines[log.begin :])]
     for found, what in ((tables, "tables of arguments"), (logged, "iterations")):

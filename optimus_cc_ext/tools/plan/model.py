@@ -51,9 +51,6 @@ class Job:
     stage_layers: tuple[int, ...] = ()
     """Number of layers of each stage, over all its chunks; empty: they are dealt out evenly."""
 
-    stage_flags: str = ""
-    """Megatron's flags that deal out `stage_layers`."""
-
     micro_batch: int = 1
     batch: int
     recompute: Literal["none", "sel", "full"] = "none"

@@ -261,6 +261,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         found = [int(part) for part in first.split("+")] if text else []
         if dots:
+            if int(last) < found[-1]:
+                raise ValueError
             while 0 < found[-1] * 2 < int(last):
                 found.append(found[-1] * 2)
             found += [int(last)] if int(last) > found[-1] else []
