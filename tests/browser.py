@@ -47,10 +47,21 @@ class Page:
         assert "error" not in answer, f"{method}: {answer}"
         return dict(answer["result"])
 
-    def open(self, file: Path, width: int = 1280, scheme: str = "light", fragment: str = "") -> None:
-        """Load a file at a width in pixels and in a colour scheme; `fragment` is what follows #."""
+    def open(
+        self, file: Path, width: int = 1280, scheme: str = "light", fragment: str = "", *, forced: str = "none",
+        script: bool = True,
+    ) -> None:  # fmt: skip
+        """Load a file at a width in pixels and in a colour scheme.
+
+        Args:
+            fragment: the part of the address that follows #.
+            forced: `active` for the few colours of a system with high contrast.
+            script: False for a browser whose user has switched JavaScript off.
+        """
+        self._call("Emulation.setScriptExecutionDisabled", value=not script)
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        features = {"prefers-color-scheme": scheme, "forced-colors": forced}
+        self._call("Emulation.setEmulatedMedia", features=[{"name": n, "value": v} for n, v in features.items()])
         self._call("Page.navigate", url="about:blank")
         self._call("Page.navigate", url=file.as_uri() + fragment)
         next(each for each in self._messages() if each.get("method") == "Page.loadEventFired")

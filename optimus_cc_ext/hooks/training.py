@@ -9,8 +9,8 @@ import torch
 
 from optimus_cc_ext.announce import say
 from optimus_cc_ext.hooks.registry import Seam, arguments_of
-from optimus_cc_ext.metrics.report import ErrorAlarm
-from optimus_cc_ext.metrics.summary import Summary
+from optimus_cc_ext.metrics.report import ErrorAlarm, Report
+from optimus_cc_ext.metrics.summary import Compared, Summary
 from optimus_cc_ext.metrics.traffic import FALLBACK
 from optimus_cc_ext.patching import around
 from optimus_cc_ext.techniques.clipping import MAIN_NORM_GROUP, clip_coefficient
@@ -23,6 +23,9 @@ _SKIPPED = 1
 exit.
 """
 
+_EXITS = 3
+"""Index of `should_exit` in `train_step`'s return tuple: true if Megatron's checks of a step end the run."""
+
 _GRADIENT_NORM = 5
 """Index of the norm before clipping in `train_step`'s return tuple: a number on the host; None without an update."""
 
@@ -31,7 +34,10 @@ def wraps(session: Session, before_first: Callable[[], None]) -> list[tuple[Seam
     reporter = _Reporter(session)
     seams = [(Seam(STEP, ("optimizer",)), around(train_step, session, reporter, [before_first]))]
     if session.config.compression_metrics:
-        seams.append((Seam(f"{_MODULE}:training_log", ("iteration",)), around(training_log, reporter)))
+        seams += [
+            (Seam(f"{_MODULE}:training_log", ("iteration",)), around(training_log, reporter)),
+            (Seam(f"{_MODULE}:checkpoint_and_decide_exit", ("iteration",)), around(decide_exit, reporter)),
+        ]
     return seams
 
 
@@ -59,7 +65,13 @@ def train_step(
         iteration = getattr(get_args(), "curr_iteration", None)
     measured = session.config.compression_metrics and iteration is not None and _due(iteration + 1)
     session.begin_step(iteration, measured=measured)
-    result = original(*args, **kwargs)
+    try:
+        result = original(*args, **kwargs)
+    except BaseException:
+        reporter.end()
+        raise
+    if result[_EXITS]:
+        reporter.end()
     session.end_step(applied=not result[_SKIPPED], clip=_clip(given["optimizer"], result[_GRADIENT_NORM]))
     return result
 
@@ -69,6 +81,14 @@ def training_log(reporter: "_Reporter", original: Callable[..., Any], *args: Any
     result = original(*args, **kwargs)
     reporter.log(arguments_of(original, args, kwargs)["iteration"])
     return result
+
+
+def decide_exit(reporter: "_Reporter", original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Sum the run up if it ends early: at an interval, after a time, or by a signal, on which all ranks agree."""
+    exits = original(*args, **kwargs)
+    if exits:
+        reporter.end(arguments_of(original, args, kwargs)["iteration"])
+    return exits
 
 
 def _clip(optimizer: Any, norm: float | None) -> dict[str, float]:
@@ -98,42 +118,78 @@ class _Reporter:
     def __init__(self, session: Session) -> None:
         self._session, self._alarm, self._summary = session, ErrorAlarm(), Summary()
         self._last_iteration: int | None = None
+        """Last iteration of the last report, or before the first one; None: no iteration has ended."""
+
+        self._writes = False
+        """True on the rank on which Megatron writes its log, once there is a report."""
+
+        self._ended = False
         self._began: float | None = None
         """Time at which the first step since the last report began; None: none has begun."""
+
+        self._logged = 0.0
+        """Time at which Megatron had logged the last iteration; evaluation and checkpoints come after it."""
 
     def begin_step(self) -> None:
         self._began = self._began or time.perf_counter()
 
     def log(self, iteration: int) -> None:
-        from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+        from megatron.training import get_args
 
+        self._logged = time.perf_counter()
         if self._last_iteration is None:
             self._last_iteration = iteration - 1
-        due, ends = _due(iteration), iteration == get_args().train_iters
-        if not (due or ends) or iteration == self._last_iteration:
+        if _due(iteration) and iteration != self._last_iteration:
+            self._write(self._collect(iteration), iteration)
+        if iteration == get_args().train_iters:
+            self.end(iteration)
+
+    def end(self, iteration: int | None = None) -> None:
+        """Write the line about the whole run, once.
+
+        Args:
+            iteration: last iteration, up to which all ranks report; None: those up to the last report count, because
+                other ranks may have ended.
+        """
+        if self._ended:
             return
+        self._ended = True
+        if iteration is not None and self._last_iteration not in (None, iteration):
+            self._collect(iteration)
+        if self._writes and self._session.config.any_technique:
+            say(f"optimus-cc: {self._summary.line(self._compared())}")
+
+    def _compared(self) -> Compared | None:
+        return None if self._session.trial is None else self._session.trial.compared
+
+    def _collect(self, iteration: int) -> Report:
+        """Return the report of all ranks about the iterations since the last one."""
+        assert self._last_iteration is not None
         # Megatron's log has waited for the device. What it does between its log and the next step is not timed.
-        iterations, now = iteration - self._last_iteration, time.perf_counter()
-        compared = None if self._session.trial is None else self._session.trial.compared
-        seconds = {"iteration": (now - (self._began or now)) / iterations}
+        iterations, compared = iteration - self._last_iteration, self._compared()
+        seconds = {"iteration": (self._logged - (self._began or self._logged)) / iterations}
         if compared is not None:
             seconds |= {"dense trial": compared.dense, "compressed trial": compared.compressed}
         self._last_iteration, self._began = iteration, None
         report = replace(self._session.report(training_device(), iterations), seconds=seconds)
         self._summary.add(report, iterations)
-        if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
+        self._writes = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        return report
+
+    def _write(self, report: Report, iteration: int) -> None:
+        from megatron.training import get_tensorboard_writer, get_wandb_writer
+
+        if not self._writes:
             return
-        for line in (*report.lines(), *self._alarm.lines(report)) if due else ():
+        for line in (*report.lines(), *self._alarm.lines(report)):
             say(f"  optimus-cc {line}")
-        if ends and self._session.config.any_technique:
-            say(f"optimus-cc: {self._summary.line(compared)}")
-        scalars = report.scalars() if due else {}
+        scalars = report.scalars()
         if writer := get_tensorboard_writer():
             for name, value in scalars.items():
                 writer.add_scalar(name, value, iteration)
-            if due and report.fallback is not None:
+            if report.fallback is not None:
                 writer.add_text(FALLBACK, report.fallback, iteration)
-        if due and (wandb := get_wandb_writer()):
+        if wandb := get_wandb_writer():
             wandb.log(scalars, iteration)
 
 

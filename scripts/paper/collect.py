@@ -2,7 +2,7 @@
 
     python -m scripts.paper.collect [--scale paper|tiny] [--results FOLDER] [--output FOLDER]
 
-Every experiment with logs gets CSV, PNG, SVG, and a section of index.html and report.md. Experiments that have not been
+Every experiment with logs gets CSV, pictures, and a section of index.html and report.md. Experiments that have not been
 run are left out, and named.
 """
 
@@ -31,23 +31,28 @@ def collect(results: Path, output: Path, scale: str = "tiny") -> list[str]:
         tables.read_runs(results, name) for name in ("table2", "figure10", "figure11", "figure12")
     )
     statistics, summary = tables.figure11(figure11)
-    # Each row has a name, a drawing function, the table of the picture, and the table that is shown, if that is a
-    # different one.
+    throughput = tables.figure14(results / "figure14" / "throughput.csv")
+    run, compressor = ("model", "variant"), ("model", "compressor")
+    # Each row has a drawing function, the table of the picture, the table that is shown, if that is a different one,
+    # the columns that tell the lines or bars of the picture apart, and the columns that these show.
     figures = [
-        ("figure9", plots.learning_curves, tables.learning_curves(table2), tables.table2(table2)),
-        ("figure10", plots.breakdown, tables.figure10(figure10), None),
-        ("figure11", plots.error_statistics, statistics, summary),
-        ("figure12", plots.memory, tables.figure12(figure12), None),
-        ("figure14", plots.throughput, tables.figure14(results / "figure14" / "throughput.csv"), None),
+        (plots.learning_curves, tables.learning_curves(table2), tables.table2(table2), run, plots.LEARNING),
+        (plots.breakdown, tables.figure10(figure10), None, run, plots.BREAKDOWN),
+        (plots.error_statistics, statistics, summary, ("model", "stage"), plots.STATISTICS),
+        (plots.memory, tables.figure12(figure12), None, run, plots.MEMORY),
+        (plots.throughput, throughput, None, compressor, plots.THROUGHPUT),
     ]
-    found = [(name, draw, data, shown or data) for name, draw, data, shown in figures if (shown or data).rows]
-    # Runs that never validated have a table, and nothing to draw.
-    parts = [Box("", [shown, *([Picture(name, draw(data))] if data.rows else [])]) for name, draw, data, shown in found]
-    files = [data for _, _, data, _ in found if data.rows]
+    found = [(draw, data, shown or data, words) for draw, data, shown, *words in figures if (shown or data).rows]
+    parts = []
+    for draw, data, shown, (by, columns) in found:
+        # Runs that never validated have a table, and nothing to draw.
+        drawn = [Picture(data.name, draw(data), data.in_words(by, columns))] if data.rows else []
+        parts.append(Box("", [shown, *drawn]))
+    files = [data for _, data, *_ in found if data.rows]
     ReportDocument(TITLES[scale], LEADS[scale], parts, files=files).write(
         output, page="index.html", markdown="report.md"
     )
-    return [shown.name for *_, shown in found]
+    return [shown.name for _, _, shown, _ in found]
 
 
 def main() -> int:

@@ -3,24 +3,31 @@
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from optimus_cc_ext.tools.report.pictures import INK, colour, lines, panels, tidy
+from optimus_cc_ext.tools.report.pictures import INK, colour, lines, panels, side_by_side, tidy
 from optimus_cc_ext.tools.report.table import Table
+
+LEARNING = ("iteration", "training hours", "validation perplexity")
+BREAKDOWN = ("ms per iteration", "speedup", "CB, ms", "SC, ms")
+STATISTICS = ("cosine", "mean error", "mean activation difference")
+MEMORY = ("peak, MB", "more than baseline, %")
+THROUGHPUT = ("rank", "compress, Gbit/s", "decompress, Gbit/s")
+"""Columns that each picture shows."""
 
 
 def learning_curves(table: Table) -> Figure:
     """Draw figure 9: validation perplexity by iteration, and by training time."""
     models = table.distinct("model")
-    figure, grid = panels(2, len(models), 4.6, 3.3)
-    for place, model in enumerate(models):
-        for row, x in enumerate(("iteration", "training hours")):
-            axes = grid[row][place]
+    figure, grid = panels(len(models), 2, 3.4, 2.8)
+    for row, model in zip(grid, models, strict=True):
+        for place, x in enumerate(("iteration", "training hours")):
+            axes = row[place]
             lines(axes, table.where(model=model), x, "validation perplexity", by="variant")
             axes.set(yscale="log", xlabel=x)
-            axes.xaxis.set_major_locator(MaxNLocator(5, integer=not row))
+            axes.xaxis.set_major_locator(MaxNLocator(5, integer=not place))
             axes.yaxis.set_major_formatter("{x:.4g}")
             axes.yaxis.set_minor_formatter("{x:.4g}")
-            tidy(axes, "" if row else f"{model}: validation perplexity")
-        grid[0][place].legend(frameon=False, fontsize="small")
+            tidy(axes, "" if place else f"{model}: validation perplexity")
+        row[0].legend(frameon=False, fontsize="small")
     return figure
 
 
@@ -39,9 +46,9 @@ def error_statistics(table: Table) -> Figure:
     """Draw figure 11: cosine and averages by iteration, a line for each stage."""
     # Each quantity has a panel of its own: errors are of gradients, differences of activations, and they lie orders of
     # magnitude apart.
-    figure, grid = panels(3, 1, 7.2, 2.3)
-    for (axes,), name in zip(grid, ("cosine", "mean error", "mean activation difference"), strict=True):
-        lines(axes, table, "iteration", name, by="stage", label="stage {}")
+    figure, grid = panels(3, 1, 6.8, 2.3)
+    for (axes,), name in zip(grid, STATISTICS, strict=True):
+        lines(axes, table, "iteration", name, by="stage", form="stage {}")
         axes.axhline(0, color=INK, lw=0.7)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         tidy(axes, "cosine between errors and activation differences" if name == "cosine" else name)
@@ -55,11 +62,11 @@ def error_statistics(table: Table) -> Figure:
 def throughput(table: Table) -> Figure:
     """Draw figure 14: Gbit/s by compression rank."""
     models = table.distinct("model")
-    figure, (row,) = panels(1, len(models), 4.2, 3.6)
+    figure, row = side_by_side(len(models), 3.4, 3.2)
     for axes, model in zip(row, models, strict=True):
         mine = table.where(model=model)
         for style, work in (("-", "compress"), ("--", "decompress")):
-            lines(axes, mine, "rank", f"{work}, Gbit/s", by="compressor", style=style, label=f"{{}}, {work}")
+            lines(axes, mine, "rank", f"{work}, Gbit/s", by="compressor", style=style, form=f"{{}}, {work}")
         axes.set(yscale="log", xlabel="rank", ylabel="Gbit/s")
         _, rows, columns, _, _, device, *_ = mine.rows[0]
         tidy(axes, f"{model}: {rows} x {columns}, {device}")
@@ -70,7 +77,7 @@ def throughput(table: Table) -> Figure:
 def _bars(table: Table, height: str, label: str, parts: tuple[str, ...], remark: str, form: str) -> Figure:
     """Draw a group of bars for each model; columns `parts` are dark at a bar's foot, `remark` stands on its top."""
     models = table.distinct("model")
-    figure, (row,) = panels(1, len(models), 4.2, 3.8)
+    figure, row = side_by_side(len(models), 3.4, 3.4)
     for axes, model in zip(row, models, strict=True):
         mine = table.where(model=model)
         heights, names = mine.numbers(height), mine.column("variant")

@@ -15,7 +15,7 @@ from optimus_cc_ext.compressors.formats import BLOCK, format_named, section_byte
 from optimus_cc_ext.errors import run_command
 from optimus_cc_ext.tools.report import require
 from optimus_cc_ext.tools.report.document import Picture
-from optimus_cc_ext.tools.report.pictures import INK, PALETTE, panels, tidy
+from optimus_cc_ext.tools.report.pictures import INK, PALETTE, side_by_side, tidy
 
 ROWS = Path(__file__).resolve().parents[2] / "docs" / "coding-seconds.csv"
 RATES = (25, 100, 200, 400)
@@ -58,7 +58,7 @@ def ways(rows: Path = ROWS) -> list[Sent]:
 def picture() -> Picture:
     """Draw a panel for each rate."""
     found = ways()
-    figure, (row,) = panels(1, len(RATES), 2.6, 2.6)
+    figure, row = side_by_side(len(RATES), 3.4, 2.0)
     said = []
     for axes, rate in zip(row, RATES, strict=True):
         totals = [sent.coding + sent.wire(rate) for sent in found]
@@ -66,7 +66,7 @@ def picture() -> Picture:
             coding = axes.barh(place, sent.coding, color=PALETTE[1], height=0.6)
             wire = axes.barh(place, total - sent.coding, left=sent.coding, color=PALETTE[0], height=0.6)
             axes.text(total, place, f" {total:.3g}", va="center", color=INK, fontsize="small")
-        axes.set_yticks(range(len(found)), [sent.name for sent in found] if axes is row[0] else [])
+        axes.set_yticks(range(len(found)), [sent.name for sent in found])
         axes.invert_yaxis()
         axes.set_xlim(0, 1.25 * max(totals))
         axes.set_xlabel("ms")

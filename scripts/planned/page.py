@@ -9,7 +9,7 @@ from optimus_cc_ext.tools.plan.iteration import CLASSES, breakdown
 from optimus_cc_ext.tools.plan.model import Job
 from optimus_cc_ext.tools.plan.variants import Variant
 from optimus_cc_ext.tools.report.document import Box, Folded, Number, Part, Picture, Points, ReportDocument
-from optimus_cc_ext.tools.report.pictures import AXIS, INK, PALETTE, colour, panels, tidy
+from optimus_cc_ext.tools.report.pictures import AXIS, INK, PALETTE, colour, panels, side_by_side, tidy
 from optimus_cc_ext.tools.report.table import Table
 
 if TYPE_CHECKING:
@@ -33,7 +33,11 @@ def write_plan(
         Number("best", f"{chosen.result.seconds:.3f} s" if pays else "-", chosen.name if pays else "nothing pays"),
         Number("gain", f"{100 * best.planned:.1f} %", f"{100 * best.least:.1f} to {100 * best.most:.1f} %"),
     ]
-    pictures = [Picture("gains", _gains(found)), Picture("breakdown", _breakdowns(job, found))]
+    breakdown_here, gains_here = tables[0], tables[1]
+    pictures = [
+        Picture("gains", _gains(found), gains_here.in_words(["variant"], ["gain %", "from %", "to %"])),
+        Picture("breakdown", _breakdowns(job, found), breakdown_here.in_words([""], breakdown_here.columns[1:])),
+    ]
     said = Box("The answer", [Points.of([line for line in lines if not line.startswith(" ")])])
     constants = Folded("Constants, with their sources", {"plan": "\n".join(line for line in lines if line[:1] == " ")})
     parts: list[Part] = [Box("", numbers, "grid"), said, Box("", pictures, "grid wide"), *tables, constants]
@@ -46,10 +50,11 @@ def write_sweep(folder: Path, table: Table, names: Sequence[str]) -> None:
     """Write index.html, sweep.csv, sweep.json and a picture of the gains of the fastest layout over the
     number of GPUs.
     """
-    figure, ((*axes,),) = panels(1, len(table.distinct("link")), 4.6, 3.6, sharey=True)
+    figure, axes = side_by_side(len(table.distinct("link")), 3.4, 3.0, sharey=True)
+    fastest = {(row["link"], row["nodes"]): place for place, row in reversed([*enumerate(table.records())])}
+    drawn = Table(table.columns, [table.rows[place] for place in sorted(fastest.values())])
     for ax, link in zip(axes, table.distinct("link"), strict=True):
-        here = table.where(link=link)
-        line = Table(table.columns, [here.where(nodes=nodes).rows[0] for nodes in here.distinct("nodes")])
+        line = drawn.where(link=link)
         for place, name in enumerate(names):
             gains, shade = line.numbers(f"{name}: gain %"), colour(name, place)
             ax.plot(line.numbers("GPUs"), gains, marker="o", ms=3.5, lw=1.6, color=shade, label=name)
@@ -59,7 +64,8 @@ def write_sweep(folder: Path, table: Table, names: Sequence[str]) -> None:
         tidy(ax, str(link), "both")
     axes[0].set_ylabel("% of vanilla's time saved")
     axes[0].legend(frameon=False, fontsize="small")
-    ReportDocument("A sweep", _LEAD, [Picture("gains", figure), table]).write(folder, page="index.html")
+    words = drawn.in_words(["link", "GPUs"], [f"{name}: gain %" for name in names])
+    ReportDocument("A sweep", _LEAD, [Picture("gains", figure, words), table]).write(folder, page="index.html")
     (folder / "sweep.json").write_text(json.dumps(table.records(), indent=1) + "\n")
 
 
@@ -93,6 +99,6 @@ def _breakdowns(job: Job, found: Sequence[Variant]) -> "Figure":
     axes.set_yticks(range(len(found)), [v.name for v in found])
     axes.invert_yaxis()
     axes.set_xlabel("seconds that nothing hides")
-    axes.legend(frameon=False, fontsize="x-small", ncols=5, loc="upper center", bbox_to_anchor=(0.45, -0.12))
+    axes.legend(frameon=False, fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.45, -0.12))
     tidy(axes, "Where the seconds go", "x")
     return figure

@@ -167,7 +167,8 @@ def study(options: argparse.Namespace, variants: Sequence[str], seeds: Sequence[
     tables = [losses(results, variants, seeds, title, batches + own), traffic(results, variants, seeds)]
     print(printed(tables, "table"), end="")
     points = prices(results, variants, seeds)
-    picture = Picture("prices", draw_prices(points, bands, f"What compression costs, {training.iterations} iterations"))
+    figure = draw_prices(points, bands, f"What compression costs, {training.iterations} iterations")
+    picture = Picture("prices", figure, points.in_words(["variant"], points.columns[1:]) + own)
     ReportDocument("", "", [*tables, picture], files=[points, runs.rows()]).write(options.output)
     return 1 if failed else 0
 

@@ -88,18 +88,18 @@ def prices(results: Results, variants: Sequence[str], seeds: Sequence[int]) -> T
 def draw_prices(table: Table, bands: Mapping[str, float], title: str) -> "Figure":
     """Draw `prices` as points, one for each variant, over vanilla's own spread."""
     # matplotlib is imported here: it takes a second, for which tables need not wait.
-    from optimus_cc_ext.tools.report.pictures import GRID, INK, colour, panels, tidy
+    from optimus_cc_ext.tools.report.pictures import AXIS, GRID, INK, PALETTE, colour, panels, tidy
 
     figure, ((axes,),) = panels(1, 1, 8.4, 5.2)
     for control, width in sorted(bands.items(), key=lambda item: -item[1]):
-        shade = "#c9d1da" if control == max(bands, key=lambda each: bands[each]) else "#9aa7b5"
+        shade = GRID if control == max(bands, key=lambda each: bands[each]) else AXIS
         label = f"vanilla against itself: {CONTROLS[control]} ({width:.2g} %)"
         axes.axhspan(-width, width, color=shade, alpha=0.55, lw=0, label=label)
     axes.axhline(0, color=INK, lw=0.8)
     labels = []
     for variant, sent, over, error in table.rows:
         bold = variant in ("balanced", "paper")
-        paint = colour("compressed" if variant == "balanced" else "CB", 0) if bold else "#5f6b76"
+        paint = colour("compressed" if variant == "balanced" else "CB", 0) if bold else PALETTE[6]
         axes.errorbar(
             float(sent or 0), float(over or 0), yerr=error, fmt="o", ms=7 if bold else 5, capsize=3, color=paint,
             mfc=paint if error is not None else "white",

@@ -64,7 +64,9 @@ def screen(options: argparse.Namespace) -> int:
             f"--rows {options.rows}: no pair of {', '.join(map(str, wanted))}. Run scripts.study.grid"
         )
     table = prices(cells)
-    picture = Picture("screen", draw(table, f"{options.model}, {options.iterations} iterations"))
+    figure = draw(table, f"{options.model}, {options.iterations} iterations")
+    words = table.in_words(["variant"], ["squared error, %^2", "price, %", "95 % below, %"])
+    picture = Picture("screen", figure, words)
     document = ReportDocument("", "", [table, picture])
     print(table.markdown())
     document.write(options.output)

@@ -5,6 +5,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -44,10 +45,8 @@ FLAGS = (
     "--micro-batch-size 1 --global-batch-size 64 --train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 512"
 )
-PLANNED = "--tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 256 --use-distributed-optimizer"
 PLACEHOLDERS = {
-    "<Megatron's flags>": PLANNED, "<your flags>": FLAGS,
-    "torchrun ...": "torchrun --nproc-per-node 8 -m optimus_cc_ext", " pretrain_gpt.py": "",
+    "<your flags>": FLAGS, "torchrun ...": "torchrun --nproc-per-node 8 -m optimus_cc_ext", " pretrain_gpt.py": "",
 }  # fmt: skip
 """Examples of the words that a reader fills in."""
 
@@ -140,9 +139,15 @@ def test_a_command_of_a_page_does_what_the_page_says(command: Command, tmp_path:
     run(command, tmp_path)
 
 
-def test_the_readmes_plan_runs_with_the_flags_of_an_example(tmp_path: Path) -> None:
+def test_a_pasted_command_leaves_no_quote_open() -> None:
+    for command in commands():
+        assert shlex.split(command.line), command.name
+
+
+def test_the_readmes_plan_runs_as_it_stands(tmp_path: Path) -> None:
     (plan,) = [each for each in commands() if each.page == "README.md" and " plan " in each.line]
-    assert "use: " in run(plan, tmp_path)
+    assert not re.search("|".join(map(re.escape, PLACEHOLDERS)), plan.line)
+    assert "use: --tensor-model-parallel-size 8" in run(plan, tmp_path)
 
 
 def program_of(command: Command) -> str | None:

@@ -108,7 +108,8 @@ def test_pictures_and_a_page_are_there(report: Path) -> None:
     for name in ("figure9.png", "figure14.png"):
         assert (report / name).read_bytes().startswith(b"\x89PNG") and (report / name).stat().st_size > 10_000
     text = (report / "report.md").read_text()
-    assert "## Table 2" in text and "## Figure 14" in text and "![figure9](figure9.png)" in text
+    assert "## Table 2" in text and "## Figure 14" in text and "](figure9.svg)" in text
+    assert "![GPT-335M, CB+FE+SC: iteration 1 to 3, training hours " in text
     page = (report / "index.html").read_text()
     assert "Table 2" in page and "Figure 14" in page and page.count("<svg role=") == 2
 

@@ -79,7 +79,7 @@ def test_the_picture_is_of_price_over_bytes_with_vanillas_own_spread_as_a_band(t
     table, bands = prices(RESULTS, list(NAMES), [1, 2, 3]), spread(RESULTS, [1, 2, 3])
     assert [row[:3] for row in table.rows] == [("paper", 30.0, pytest.approx(2.0)), ("balanced", 20.0, 0.0)]
     assert bands == {"one-ulp": pytest.approx(math.sqrt((3**2 + 4**2) / 2))}, "no run of another order is there"
-    Picture("prices", draw_prices(table, bands, "title")).save(tmp_path)
+    Picture("prices", draw_prices(table, bands, "title"), "in words").save(tmp_path)
     drawn = (tmp_path / "prices.svg").read_text()
     assert "paper" in drawn and "one ulp away (3.5 %)" in drawn
 

@@ -33,6 +33,7 @@ SEAMS = [
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params",
     "megatron.training.training:train_step",
     "megatron.training.training:training_log",
+    "megatron.training.training:checkpoint_and_decide_exit",
     "megatron.training.checkpointing:save_checkpoint",
     "megatron.training.training:save_checkpoint",
     "megatron.training.checkpointing:get_checkpoint_tracker_filename",

@@ -175,7 +175,7 @@ def test_a_document_says_the_same_as_page_markdown_and_csv(tmp_path: Path) -> No
     further = Table(("name",), [("b",)], name="further")
     parts = [
         Box("A box", ["A sentence.", Points([("key", "said")], "Below.")]),
-        Box("", [table, Picture("drawn", pictures.curves("Curve", "s", {"c": Curve((1, 2), (1.0, 2.0))}))]),
+        Box("", [table, Picture("drawn", pictures.curves("Curve", "s", {"c": Curve((1, 2), (1.0, 2.0))}), "1 s")]),
         Box("", [Number("times", "2.00", "as fast")], "grid"), Folded("Commands", {"vanilla": "run it"}),
     ]  # fmt: skip
     document = ReportDocument("A title", "A lead.", parts, files=[further])
@@ -184,7 +184,7 @@ def test_a_document_says_the_same_as_page_markdown_and_csv(tmp_path: Path) -> No
     assert {path.name for path in (tmp_path / "out").iterdir()} == files
     page, text = ((tmp_path / "out" / name).read_text() for name in ("index.html", "report.md"))
     said = ("A title", "A lead.", "A box", "A sentence.", "key", "said", "Below.", "A table", "A note.", "1.5",
-            "drawn", "2.00", "times", "as fast", "Commands", "vanilla", "run it")  # fmt: skip
+            "1 s", "2.00", "times", "as fast", "Commands", "vanilla", "run it")  # fmt: skip
     for words in said:
         assert words in page and words in text, words
     assert '<h2>A table</h2><table class="stack">' in page and page.count("A table") == text.count("A table") == 1
@@ -210,7 +210,7 @@ def test_pictures_are_saved_as_png_svg_and_pdf_without_overlapping_the_edges(
         ),
     }
     for name, figure in figures.items():
-        Picture(name, figure).save(tmp_path)
+        Picture(name, figure, "in words").save(tmp_path)
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG\r\n")
         assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()

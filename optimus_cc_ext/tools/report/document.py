@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, saved as NAME.png for mails, NAME.svg for pages and NAME.pdf for papers."""
+    """A figure, saved as NAME.svg for pages, light and dark, NAME.png for mails and NAME.pdf for papers."""
 
     name: str
     figure: "Figure"
-    words: str = ""
-    """Description of the picture with its numbers, for those who do not see it; empty: the titles of its axes."""
+    words: str
+    """Description of the picture with its numbers, for those who do not see it."""
 
     @property
     def title(self) -> str:
@@ -52,9 +52,7 @@ class Picture:
                 none = dict.fromkeys(("Date", "Creator", "Format", "Type")) if suffix == "svg" else None
                 self.figure.savefig(stream, format=suffix, dpi=150, metadata=none)
             found[suffix] = stream.getvalue()
-        labels = (text for axes in self.figure.axes for text in (axes.get_title("left"), axes.get_ylabel()))
-        words = self.words or "; ".join(filter(None, labels))
-        found["svg"] = themed(found["svg"].decode(), self.name, self.title, words).encode()
+        found["svg"] = themed(found["svg"].decode(), self.name, self.title, self.words).encode()
         return found
 
     def save(self, folder: Path) -> None:
@@ -126,7 +124,7 @@ class ReportDocument:
     """Tables and pictures that are written as files only."""
 
     def markdown(self) -> str:
-        """Return the document as Markdown, with pictures as links to their PNG files."""
+        """Return the document as Markdown, with pictures as links to their SVG files, which go dark by themselves."""
         head = [f"# {self.title}\n\n{self.lead}\n"] if self.title else []
         return "\n".join([*head, *map(_markdown, self.parts)])
 
@@ -205,8 +203,8 @@ def _markdown(part: Part) -> str:
             return f"{part}\n"
         case Table():
             return part.markdown()
-        case Picture(name):
-            return f"![{part.words or name}]({name}.png)\n"
+        case Picture(name, words=words):
+            return f"![{words}]({name}.svg)\n"
         case Points(items, note):
             lines = (f"- {name}: {text}\n" if name else f"- {text}\n" for name, text in items)
             return "".join(lines) + (f"\n{note}\n" if note else "")

@@ -98,13 +98,21 @@ def parse_progress(line: str) -> Progress | None:
     """Read an iteration or a validation from one line of Megatron's log; None for any other line."""
     if match := _ITERATION.search(line):
         norm = _NORM.search(line, match.end())
-        return Progress(
-            int(match["iteration"]), float(match["loss"]), float(match["milliseconds"]) / 1e3,
-            float(norm[1]) if norm else None,
-        )  # fmt: skip
-    if match := _VALIDATION.search(line):
-        return Progress(int(match["iteration"]), float(match["loss"]))
+        loss, milliseconds = _number(match["loss"]), _number(match["milliseconds"])
+        if loss is None or milliseconds is None:
+            return None
+        return Progress(int(match["iteration"]), loss, milliseconds / 1e3, _number(norm[1]) if norm else None)
+    if (match := _VALIDATION.search(line)) and (loss := _number(match["loss"])) is not None:
+        return Progress(int(match["iteration"]), loss)
     return None
+
+
+def _number(text: str) -> float | None:
+    """Return a number; None if another rank has written into it."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def lacks_loss(line: str) -> bool:
@@ -152,8 +160,9 @@ def parse_scalars(line: str) -> dict[str, float]:
         for tag, pattern in _SCALARS.items():
             # The log prints MB and percent, the record holds bytes and shares.
             scale = 1e6 if tag.endswith("bytes") else 1e-2 if tag.endswith("relative error") else 1.0
-            values = pattern.findall(line)
-            found |= {tag.format(OLD_NAMES.get(name, name)): scale * float(value) for name, value in values}
+            for name, value in pattern.findall(line):
+                if (number := _number(value)) is not None:
+                    found[tag.format(OLD_NAMES.get(name, name))] = scale * number
     return found
 
 

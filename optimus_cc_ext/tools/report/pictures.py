@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import isfinite, nan
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal
 
 from optimus_cc_ext.tools.report.record import Curve, Share
@@ -34,6 +35,24 @@ def colour(name: Cell, place: int) -> str:
     return _COLOURS.get(str(name), PALETTE[place % len(PALETTE)])
 
 
+def label(name: str) -> str:
+    """Return a name, such as that of a user's folder, as matplotlib's text. matplotlib takes dollar signs for formulas,
+    leaves a name with an underscore in front out of a legend, and breaks no lines.
+    """
+    text = "\n".join(wrap(name, 32) or [name]).replace("$", r"\$")
+    return f"\N{ZERO WIDTH SPACE}{text}" if text.startswith("_") else text
+
+
+def marked(values: Sequence[float]) -> list[int]:
+    """Return the places of the values that a line of them has to mark: all of a few, else those without a neighbour,
+    because a line has no place to go from one finite value between others.
+    """
+    if len(values) < 30:
+        return list(range(len(values)))
+    known = [False, *map(isfinite, values), False]
+    return [place for place in range(len(values)) if known[place : place + 3] == [False, True, False]]
+
+
 def panels(rows: int, columns: int, width: float, height: float, **further: Any) -> "tuple[Figure, list[list[Axes]]]":
     """Return a figure and its `rows` x `columns` axes of the given size in inches; `further` goes to
     Figure.subplots.
@@ -42,6 +61,15 @@ def panels(rows: int, columns: int, width: float, height: float, **further: Any)
 
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **further).tolist()
+
+
+def side_by_side(count: int, width: float, height: float, **further: Any) -> "tuple[Figure, list[Axes]]":
+    """Return a figure and `count` axes of the given size in inches, two in a row, so that a phone shows their words."""
+    figure, rows = panels(-(-count // 2), min(count, 2), width, height, **further)
+    axes = [each for row in rows for each in row]
+    for spare in axes[count:]:
+        spare.set_visible(False)
+    return figure, axes[:count]
 
 
 def tidy(axes: "Axes", title: str = "", grid: Literal["x", "y", "both"] = "y") -> None:
@@ -54,13 +82,13 @@ def tidy(axes: "Axes", title: str = "", grid: Literal["x", "y", "both"] = "y") -
     axes.set_axisbelow(True)
 
 
-def lines(axes: "Axes", table: Table, x: str, y: str, by: str, style: str = "-", label: str = "{}") -> None:
-    """Draw column `y` over column `x`, one line per value of column `by`, which `label` formats."""
+def lines(axes: "Axes", table: Table, x: str, y: str, by: str, style: str = "-", form: str = "{}") -> None:
+    """Draw column `y` over column `x`, one line per value of column `by`, which `form` formats."""
     for place, name in enumerate(table.distinct(by)):
         mine = table.where(**{by: name})
         axes.plot(
-            mine.numbers(x), mine.numbers(y), ls=style, lw=1.6, marker="o" if len(mine.rows) < 30 else "", ms=3.5,
-            color=colour(name, place), label=label.format(name),
+            mine.numbers(x), mine.numbers(y), ls=style, lw=1.6, marker="o", markevery=marked(mine.numbers(y)), ms=3.5,
+            color=colour(name, place), label=form.format(name),
         )  # fmt: skip
 
 
@@ -98,10 +126,9 @@ def _draw_losses(axes: "Axes", losses: Mapping[str, Curve]) -> None:
     # The curve drawn first is wider, so that both are visible where they coincide.
     for place, (name, curve) in enumerate(losses.items()):
         width, alpha = ((3.2, 0.75), (1.4, 1.0))[place or len(losses) == 1]
-        marker = "o" if len(curve.values) < 30 else ""
         axes.plot(
-            curve.iterations, curve.values, label=name, color=PALETTE[place], alpha=alpha, lw=width, marker=marker,
-            ms=2 * width,
+            curve.iterations, curve.values, label=label(name), color=PALETTE[place], alpha=alpha, lw=width,
+            marker="o", markevery=marked(curve.values), ms=2 * width,
         )  # fmt: skip
     axes.set_ylabel("nats per token")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -115,30 +142,34 @@ def _draw_gap(axes: "Axes", losses: Mapping[str, Curve], band: float | None) -> 
     finite = [gap for gap in gaps.values() if isfinite(gap)]
     axes.axhline(0, color=INK, lw=0.8)
     if band is not None:
-        label = f"{first}, other order of batches"
-        axes.axhspan(-band, band, color=PALETTE[0], alpha=0.15, lw=0, label=label)
+        other = label(f"{first}, other order of batches")
+        axes.axhspan(-band, band, color=PALETTE[0], alpha=0.15, lw=0, label=other)
     axes.plot(
-        [*gaps], [*gaps.values()], color=PALETTE[1], marker="o" if len(gaps) < 30 else "", lw=1.4, ms=4, label=last
-    )
+        [*gaps], [*gaps.values()], color=PALETTE[1], marker="o", markevery=marked([*gaps.values()]), lw=1.4, ms=4,
+        label=label(last),
+    )  # fmt: skip
     # The axis spans at least 1 %, so that a negligible difference looks negligible.
     axes.set_ylim(1.3 * min(-0.005, -(band or 0), *finite), 1.9 * max(0.005, band or 0, *finite))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylabel(f"over {first}")
+    axes.set_ylabel(label(f"over {first}"))
     axes.legend(frameon=False, fontsize="small", loc="upper right")
 
 
-def curves(title: str, label: str, drawn: Mapping[str, Curve]) -> "Figure":
+def curves(title: str, unit: str, drawn: Mapping[str, Curve]) -> "Figure":
     """Draw curves over the iterations, from 0 up."""
     from matplotlib.ticker import MaxNLocator
 
     figure, ((axes,),) = panels(1, 1, 5.8, 3.2)
     for place, (name, curve) in enumerate(drawn.items()):
-        marker = "o" if len(curve.values) < 30 else ""
-        shade = PALETTE[place % len(PALETTE)]
-        axes.plot(curve.iterations, curve.values, label=name, color=shade, lw=1.4, marker=marker, ms=3)
-    axes.set(xlabel="iteration", ylabel=label, ylim=(0, None))
+        # As with losses, the first of several is wider, so that it is seen where they coincide.
+        width = 3.2 if place == 0 and len(drawn) > 1 else 1.4
+        axes.plot(
+            curve.iterations, curve.values, label=label(name), color=PALETTE[place % len(PALETTE)], lw=width,
+            marker="o", markevery=marked(curve.values), ms=2 * width,
+        )  # fmt: skip
+    axes.set(xlabel="iteration", ylabel=unit, ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize="small", ncols=2)
     tidy(axes, title)
@@ -161,7 +192,7 @@ def gain(
     for group, by_run in enumerate(seconds.values()):
         for place, (name, (lower, median, upper)) in enumerate(by_run.items()):
             x = group + 0.4 * (place - 0.5 * (len(by_run) - 1))
-            time.bar(x, median, 0.36, color=PALETTE[place], label="" if group else name)
+            time.bar(x, median, 0.36, color=PALETTE[place], label="" if group else label(name))
             time.vlines(x, lower, upper, color=INK, lw=1.2)
             time.text(x, upper, f"{median:.2f} s", ha="center", va="bottom", fontsize="small", color=INK)
     time.set_xticks(range(len(seconds)), list(seconds))
@@ -172,7 +203,7 @@ def gain(
         total = shares[-1].sent / 1e6
         sent.bar(place, total, 0.6, color=PALETTE[[*losses].index(name)])
         sent.text(place, total, f"{total:.1f} MB", ha="center", va="bottom", fontsize="small", color=INK)
-    sent.set_xticks(range(len(traffic)), list(traffic))
+    sent.set_xticks(range(len(traffic)), [label(name) for name in traffic])
     sent.set_ylim(0, 1.12 * max(shares[-1].sent for shares in traffic.values()) / 1e6)
     tidy(sent, "MB sent in an iteration, all ranks")
     _draw_gap(loss, losses, band)

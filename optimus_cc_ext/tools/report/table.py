@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -58,6 +59,19 @@ class Table:
     def records(self) -> list[dict[str, Cell]]:
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
+    def in_words(self, by: Sequence[str], shown: Sequence[str]) -> str:
+        """Return a description of a picture of the table, for those who do not see it: the first and the last value of
+        each column `shown`, for each group of rows that have the same cells in the columns `by`.
+        """
+        groups: dict[str, list[dict[str, Cell]]] = {}
+        for record in self.records():
+            groups.setdefault(", ".join(_for_people(record[name]) for name in by), []).append(record)
+        clauses = []
+        for group, rows in groups.items():
+            ends = ((name, dict.fromkeys(_for_people(row[name]) for row in (rows[0], rows[-1]))) for name in shown)
+            clauses.append(f"{group}: {', '.join(f'{name} {" to ".join(values)}' for name, values in ends)}")
+        return "; ".join(clauses) + "."
+
     def write_csv(self, path: Path) -> None:
         """Write the table as a CSV file with all digits."""
         path.write_text(self.csv(), encoding="utf-8", newline="")
@@ -79,7 +93,9 @@ class Table:
 
     def html(self) -> str:
         """Return table and note as HTML; the title is left to the surrounding box."""
-        head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
+        # A run's name has no blanks, so it breaks where its words end, and a long one anywhere if it has to.
+        names = ((re.sub(r"(?<=[_/.=])", "<wbr>", escape(name)), len(name) > 24) for name in self.columns)
+        head = "".join(f"<th{' class=long' * long}>{name}</th>" for name, long in names)
         lengths = [
             max((abs(_value(row[self.columns.index(name)])) for name in self.bars), default=0) for row in self.rows
         ]

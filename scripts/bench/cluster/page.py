@@ -36,11 +36,13 @@ def write(folder: Path, arguments: Mapping[str, Any], runs: Sequence[Run]) -> st
     for model, layout in dict.fromkeys((run.model, run.layout) for run in runs):
         times_here, pairs_here, traffic_here = (table.where(model=model, layout=layout) for table in tables.values())
         sent = proportions(MODELS[model], Layout.parsed(layout))
+        together = times_here.where(block=ALL)
+        words = [together.in_words(["variant", "rate"], columns) for columns in (["seconds"], ["recovered", "bound"])]
         parts.append(Box(f"{model}, {layout}", [
             f"Traffic of a rank: {sent}.\nThe paper's 8.3B: {PAPER}.", times_here, pairs_here, traffic_here,
             Points.of(_remarks([run for run in runs if (run.model, run.layout) == (model, layout)])),
-            Picture(f"time_{model}_{layout}", _draw_times(times_here.where(block=ALL))),
-            Picture(f"recovered_{model}_{layout}", _draw_shares(times_here)),
+            Picture(f"time_{model}_{layout}", _draw_times(together), words[0]),
+            Picture(f"recovered_{model}_{layout}", _draw_shares(times_here), words[1]),
         ]))  # fmt: skip
     document = ReportDocument("Training on shaped links", f"{where}. Arguments: `{json.dumps(arguments)}`.", parts)
     document.write(folder, markdown=MARKDOWN_NAME)

@@ -26,7 +26,8 @@ def write(machine: Mapping[str, Cell], measured: Mapping[str, Sequence[Row]], st
     for section in SECTIONS:
         shown: list[Part] = [_table(section, measured[section])] if section in measured else ["not measured"]
         if section == "slices" and isinstance(shown[0], Table):
-            shown.insert(0, Picture(f"{stem.name}-{section}", _draw_slices(shown[0])))
+            words = shown[0].in_words(["model", "work"], ["rank", "Gbit/s"])
+            shown.insert(0, Picture(f"{stem.name}-{section}", _draw_slices(shown[0]), words))
         parts.append(Box(section, shown))
     ReportDocument("Compressors", lead, parts).write(stem.parent, markdown=f"{stem.name}.md")
 
@@ -52,10 +53,10 @@ def _table(section: str, rows: Sequence[Row]) -> Table:
 def _draw_slices(table: Table) -> "Figure":
     """Draw figure 14: Gbit/s of the slice, by compression rank."""
     # matplotlib is not on every machine with a GPU, and no other section needs it.
-    from optimus_cc_ext.tools.report.pictures import lines, panels, tidy
+    from optimus_cc_ext.tools.report.pictures import lines, side_by_side, tidy
 
     models = table.distinct("model")
-    figure, (row,) = panels(1, len(models), 4.2, 3.6)
+    figure, row = side_by_side(len(models), 3.4, 3.2)
     for axes, model in zip(row, models, strict=True):
         lines(axes, table.where(model=model), "rank", "Gbit/s", by="work")
         axes.set(xlabel="compression rank", ylabel="Gbit/s", yscale="log")
