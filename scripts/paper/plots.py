@@ -33,7 +33,7 @@ def learning_curves(table: Table) -> Figure:
 
 def breakdown(table: Table) -> Figure:
     """Draw figure 10: the time of an iteration, with the part of it that compression takes."""
-    label = "ms per iteration (dark: compressing)"
+    label = "ms per iteration (foot: compressing)"
     return _bars(table, "ms per iteration", label, ("CB, ms", "SC, ms"), "speedup", "{:.2f}x")
 
 
@@ -75,7 +75,7 @@ def throughput(table: Table) -> Figure:
 
 
 def _bars(table: Table, height: str, label: str, parts: tuple[str, ...], remark: str, form: str) -> Figure:
-    """Draw a group of bars for each model; columns `parts` are dark at a bar's foot, `remark` stands on its top."""
+    """Draw a group of bars for each model; columns `parts` are at a bar's foot, `remark` stands on its top."""
     models = table.distinct("model")
     figure, row = side_by_side(len(models), 3.4, 3.4)
     for axes, model in zip(row, models, strict=True):
