@@ -23,7 +23,7 @@ FURTHER = {
     "--swiglu": "", "--normalization": "RMSNorm", "--context-parallel-size": "2", "--cp-comm-type": "a2a",
     "--num-virtual-stages-per-pipeline-rank": "2", "--recompute-granularity": "selective",
     "--recompute-modules": "core_attn mlp", "--group-query-attention": "", "--num-query-groups": "8",
-    "--tp-comm-overlap": "", "--use-tp-pp-dp-mapping": "", "--fp16": "",
+    "--tp-comm-overlap": "", "--use-tp-pp-dp-mapping": "", "--fp16": "", "--lr": "1e-4",
 }  # fmt: skip
 
 
@@ -43,8 +43,8 @@ def test_the_flags_to_use_give_the_same_job(seed: int, capsys: pytest.CaptureFix
     chance = random.Random(seed)
     some = chance.sample(list(FURTHER), 7)
     flags = [*SIZES, *LAYOUT, *(word for flag in some for word in (flag, *FURTHER[flag].split()))]
-    found = used(["--cluster", "a100-10gbe", "--nodes", "8", "--", *flags, "--lr", "1e-4"], capsys)
-    assert job_of(found, 64)[0] == job_of(flags, 64)[0] and "--lr" not in found
+    found = used(["--cluster", "a100-10gbe", "--nodes", "8", "--", *flags, "--weight-decay", "0.1"], capsys)
+    assert job_of(found, 64)[0] == job_of(flags, 64)[0] and "--weight-decay" not in found
 
 
 def test_what_the_plan_assumed_is_among_the_flags_to_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +68,7 @@ def test_the_flags_of_a_log_stay_and_are_changed_by_those_that_were_typed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = log(tmp_path, window_size="(128, 0)")
-    words = ["--cluster", "a100-100gbe", "--from", str(path), "--nodes", "8", "--", "--lr", "1e-4"]
+    words = ["--cluster", "a100-100gbe", "--from", str(path), "--nodes", "8", "--", "--weight-decay", "0.1"]
     assert used([*words, "--grad-reduce-in-bf16"], capsys) == [*f"the flags of {path} and".split(),
                                                                 "--grad-reduce-in-bf16"]  # fmt: skip
 
