@@ -30,7 +30,7 @@ MOST_WORDS = {
     "docs/develop/extending.md": 600,
     "docs/develop/glossary.md": 350,
     "CONTRIBUTING.md": 800,
-    "docs/lab/study-prototypes.md": 1500,
+    "docs/lab/study-prototypes.md": 1400,
 }
 """Most words of each page, by `wc -w`, without its generated tables. A change that adds words takes as many away."""
 
