@@ -52,8 +52,10 @@ class Layout:
 
     optimizer: str = "adam"
 
-    exact_bits: tuple[float, float] = EXACT_FORECAST
-    """Bits of a value in exact messages, in the mean of the run and at the learning rate's peak, as forecast."""
+    exact_bits: tuple[float, float] = dataclasses.field(default=EXACT_FORECAST, compare=False)
+    """Bits of a value in exact messages, in the mean of the run and at the learning rate's peak, as forecast. Ranks may
+    differ in it, as one without an optimizer of its own knows no rate: they agree on the longest message anyway.
+    """
 
     master_copies: bool = False
     """True if Megatron keeps parameters in bf16 or fp16, and copies them from fp32 master copies after each step."""

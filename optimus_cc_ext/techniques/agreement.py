@@ -4,7 +4,7 @@ on.
 
 import socket
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -111,7 +111,7 @@ def _different(mine: OptimusConfig | Layout | None, theirs: OptimusConfig | Layo
         if mine is not theirs:
             yield f"{mine} against {theirs}"
         return
-    for name, value in vars(mine).items():
+    for name, value in ((each.name, getattr(mine, each.name)) for each in fields(mine) if each.compare):
         if (other := getattr(theirs, name)) != value:
             named = flag_of(name) if isinstance(mine, OptimusConfig) else name.replace("_", " ")
             yield f"{named} {value} against {other}"
