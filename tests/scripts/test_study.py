@@ -165,7 +165,8 @@ def test_an_interrupted_study_goes_on_where_it_was(tmp_path: Path, capsys: pytes
     again = capsys.readouterr().out
     assert "balanced-seed1 ..." in first and "balanced-seed1 ..." not in again
     assert first[first.index("##") :] == again[again.index("##") :]
-    assert (tmp_path / "out" / "losses.csv").read_text().count("\n") == 5
+    lines = 3 + len(CONTROLS)  # titles, vanilla, balanced
+    assert (tmp_path / "out" / "losses.csv").read_text().count("\n") == lines
     assert (tmp_path / "out" / "prices.svg").exists()
 
 
