@@ -53,7 +53,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 class Living(TorchDispatchMode):
-    """Dispatch mode that adds up the bytes of living storages of tensors, and notes their largest sum.
+    """Dispatch mode that adds up the bytes of all storages in use, and notes the largest sum.
 
     It sees the storages that an operator returns. It does not see the memory that an operator uses inside, and none of
     the transport's: gloo's thread keeps clones of what it sends, with compression and without.

@@ -14,7 +14,7 @@ packs one lane, and neighbouring threads read neighbouring values. A message is 
 zeros up to 16 bytes | words of each lane, uint8 | shift of each piece, uint8, and zeros up to a multiple of 4 bytes |
 words, lane after lane, int32]. If it would be no shorter than the values, these are sent raw, behind the header.
 
-On a GPU, the host waits for nothing: lengths and checksums stay there, and a receiver is told by other ways whether a
+The host never waits for a GPU: lengths and checksums stay on the device. The caller of `decode` has to know whether the
 message is raw.
 """
 
@@ -109,14 +109,16 @@ def decode(message: Tensor, values: Tensor, kernels: ModuleType | None = None, *
 
 
 def code(before: Tensor, after: Tensor, half: bool, tables: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """Write the tables of a message, and its words if there is room; return the checksum modulo 2^32, int64, and the
-    number of words, int32, both 0-dim.
+    """Write the tables of a message, and its words if there is room.
 
     Args:
         before: old patterns, int16, and `after` the new ones.
         half: True for fp16, False for bf16.
         tables: uint8.
         words: int32.
+
+    Returns:
+        The checksum (int64, valid modulo 2^32) and the number of words (int32), both 0-dim.
     """
     steps = steps_of(len(before))
     parts = [_code(before[each], after[each], steps, half) for each in _chunks(len(before), _CHUNK)]

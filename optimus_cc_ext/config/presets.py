@@ -53,8 +53,8 @@ class Layout:
     optimizer: str = "adam"
 
     exact_bits: tuple[float, float] = dataclasses.field(default=EXACT_FORECAST, compare=False)
-    """Bits of a value in exact messages, in the mean of the run and at the learning rate's peak, as forecast. Ranks may
-    differ in it, as one without an optimizer of its own knows no rate: they agree on the longest message anyway.
+    """Forecast of the bits per value in exact messages: the mean of the run, and the peak of the learning rate. Ranks
+    do not compare it, because a rank without an optimizer knows no learning rate.
     """
 
     master_copies: bool = False

@@ -74,8 +74,8 @@ class _ExactSlice(Slice):
         self.change_bytes = self._values(self._rank).nbytes
         self.message = torch.zeros(kept, dtype=torch.uint8, device=self.device)
         self.length = self.unlike = self.message.new_zeros((), dtype=torch.int32)
-        """Bytes of the own message, and one more than the replica whose shard was not as its owner had it, or 0; both
-        on the device.
+        """Bytes of the own message, and 1 + the index of a replica whose shard differed from its owner's, or 0. Both
+        stay on the device.
         """
 
         self.longest = 0
@@ -132,8 +132,8 @@ class _ExactSlice(Slice):
 
 
 class Longest:
-    """Search for the longest message of each slice over all replicas, and for a replica whose values were not as its
-    messages had to find them. All replicas make it for the same buckets, in the same order.
+    """Search over all replicas for the longest message of each slice, and for a shard whose old values differed between
+    replicas in the last gather. All replicas make it for the same buckets, in the same order.
 
     Args:
         at_peak: True if messages are to be no shorter than at the learning rate's peak.
@@ -154,10 +154,10 @@ class Longest:
             shards.longest = self
 
     def settle(self) -> None:
-        """Let each slice know its longest message. The host waits once for all slices, if lengths have not arrived.
+        """Give each slice the length of its longest message. The host waits if the lengths have not arrived.
 
         Raises:
-            OptimusError: in the gather before, a replica had other old values than their owner.
+            OptimusError: in the gather before this one, a replica's old values differed from their owner's.
         """
         if self._found is None:
             return

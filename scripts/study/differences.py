@@ -43,7 +43,7 @@ CASES = {
     "small-weights": ("--init-method-std 0.0156", "0:1:1"),
     "weight-decay": ("", "40:1:0"), "rate-spike": ("", "40:10:1"), "gradient-spike": ("--clip-grad 0", "40:1:100"),
 }  # fmt: skip
-"""Cases of a training: further flags of Megatron's, and the SPIKE of `noting_differences`."""
+"""Kinds of training by name: more of Megatron's flags, and the value of SPIKE in `noting_differences`."""
 
 
 def main(argv: Sequence[str]) -> int:

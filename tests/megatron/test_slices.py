@@ -11,7 +11,7 @@ from tests.megatron.specs import Layout, RunSpec, full, in_ci, uses
 from tests.megatron.test_two_levels import DP4
 
 WIDE = "--hidden-size 192 --vocab-size 2000 --micro-batch-size 1 --global-batch-size 8 --train-iters 3"
-"""A model so wide that a bucket's messages exceed the slots of 0.25 MB that `--message-memory 1` leaves."""
+"""A model whose buckets need more than the four slots of 0.25 MB of `--message-memory 1`."""
 
 BUCKETS = "--ddp-bucket-size 1000000"
 INT8, INT4 = "--dp-compression-format int8", "--dp-compression-format int4"

@@ -31,7 +31,7 @@ OURS = {"--optimus-cc", *(traffic.format_flag for traffic in CLASSES)}
 
 
 def used(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return the words of the line `use:` before our own flags, which the price in brackets follows."""
+    """Return Megatron's flags in the line `use:`, which stand before our own flags."""
     assert cli.main(["plan", *words]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("use: "))
     found = shlex.split(line.removeprefix("use: ").partition("   (")[0])
@@ -53,7 +53,7 @@ def test_what_the_plan_assumed_is_among_the_flags_to_use(capsys: pytest.CaptureF
     found = used([*words, "--", *full], capsys)
     job, _ = job_of(full, 32, "2.5b")
     assert job_of(found, 32, "2.5b")[0] == job and ["--global-batch-size", str(job.batch)] == found[4:6]
-    # Megatron trains in fp32 without --bf16, has no default of the micro-batch, and recomputes fully by a method only.
+    # Without --bf16 Megatron trains in fp32. It has no default micro-batch, and full recomputation needs a method.
     assert found == [*full, "--micro-batch-size", "1", "--global-batch-size", str(job.batch), "--bf16",
                      "--recompute-method", "uniform", "--recompute-num-layers", "1"]  # fmt: skip
     assert "--bf16" not in used([*words, "--", "--fp16"], capsys)

@@ -285,8 +285,11 @@ def read_words(words: Sequence[str]) -> list[str]:
 
 
 def used_words(words: Sequence[str], job: Job) -> list[str]:
-    """Return the flags with which Megatron trains the job of a plan: `words`, which gave it, and what the plan assumes
-    where Megatron has another default or none.
+    """Return the flags with which Megatron trains a planned job.
+
+    Args:
+        words: the flags from which the job was planned. Where Megatron's default differs from what the plan assumes, a
+            flag is added.
     """
     names = {word.partition("=")[0] for word in words}
     assumed = [

@@ -124,7 +124,7 @@ class ReportDocument:
     """Tables and pictures that are written as files only."""
 
     def markdown(self) -> str:
-        """Return the document as Markdown, with pictures as links to their SVG files, which go dark by themselves."""
+        """Return the document as Markdown. Pictures are links to SVG files, which follow the reader's colour scheme."""
         head = [f"# {self.title}\n\n{self.lead}\n"] if self.title else []
         return "\n".join([*head, *map(_markdown, self.parts)])
 
