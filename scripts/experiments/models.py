@@ -109,6 +109,7 @@ MODELS: Mapping[str, Model] = {
     # Two ranks of a node share experts with two of another one, so that tokens can leave a node once.
     "moe-ep4": replace(_MOE, flags=f"{_LLAMA.flags}{_EXPERTS} 4"),
     "moe-bias-ep4": replace(_MOE, flags=f"{_LLAMA.flags}{_BIASED_EXPERTS} 4"),
+    "moe-ep8": replace(_MOE, flags=f"{_LLAMA.flags}{_EXPERTS} 8"),
     "test": Model(1, hidden=64, heads=2, sequence=32, vocabulary=512, micro_batch=1, micro_batches=4),
     "tiny": Model(1, hidden=64, heads=2, sequence=64, vocabulary=512, micro_batch=2, micro_batches=4),
     # The micro-batches are chosen so that DP gradients are 8 times the forward activations, as for the paper's 8.3B
@@ -147,9 +148,9 @@ MODELS: Mapping[str, Model] = {
 
 The quickstart trains `gpt`. The study also trains `llama`, `llama-fsdp2` (sharded by torch's FSDP2), `llama-muon`
 (trained by Muon, for which it needs the package emerging_optimizers), and mixtures of experts: in `moe` every replica
-holds all experts, in `moe-ep2` and `moe-ep4` two and four replicas share them, and `moe-bias-ep2` and `moe-bias-ep4`
-have twice as many experts of half the size, balanced by a bias in place of an auxiliary loss. The study's tests train
-`test`; the cluster benchmark trains the others.
+holds all experts, in `moe-ep2`, `moe-ep4` and `moe-ep8` so many replicas share them, and `moe-bias-ep2` and
+`moe-bias-ep4` have twice as many experts of half the size, balanced by a bias in place of an auxiliary loss. The
+study's tests train `test`; the cluster benchmark trains the others.
 """
 
 

@@ -65,8 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--models",
         default="gpt,llama,moe",
-        help="models, of gpt, llama, llama-fsdp2, llama-muon, moe, moe-ep2, moe-ep4, moe-bias-ep2, moe-bias-ep4"
-        " (%(default)s)",
+        help="models, of gpt, llama, llama-fsdp2, llama-muon, moe, moe-ep2, moe-ep4, moe-ep8, moe-bias-ep2,"
+        " moe-bias-ep4 (%(default)s)",
     )
     add("--texts", default="python,prose", help=f"texts, of {', '.join(TEXTS)}, or files and folders (%(default)s)")
     add("--max-mb", type=float, default=10.0, metavar="MB", help="read this much of each text (%(default)g)")
