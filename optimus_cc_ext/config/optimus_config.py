@@ -28,8 +28,7 @@ class OptimusConfig(ClassOptions):
         1234, "Seed of compression's own random generators.", Values("S"), shown_default="Megatron's --seed"
     )
     expert_exchange: Literal["auto", "direct", "once-a-node"] = option(
-        # No study has measured its price yet, and no GPU its seconds.
-        "direct",
+        "auto",
         "Way of experts' tokens: direct sends a copy for each expert, as Megatron does; once-a-node sends a token once "
         "to each node, and adds a node's results up there, in any format, dense too. auto does so where tokens "
         "are compressed, an expert group has as many ranks on each of its nodes, two or more, and at most "

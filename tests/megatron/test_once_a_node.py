@@ -90,8 +90,8 @@ def test_numbers_are_counted_where_partial_cuda_graphs_leave_the_dispatchers_att
     assert_alike(*runs)
 
 
-CODED = replace(VANILLA.but("tokens once a node in int8", ours=f"{BOTH} --expert-exchange auto"), before=ON_NODES_OF_2)
-CODED_DIRECT = replace(VANILLA.but("tokens direct in int8", ours=BOTH), before=ON_NODES_OF_2)
+CODED = replace(VANILLA.but("tokens once a node in int8", ours=BOTH), before=ON_NODES_OF_2)
+CODED_DIRECT = CODED.but("tokens direct in int8", ours="--expert-exchange direct")
 
 
 @uses(in_ci(VANILLA, CODED, CODED_DIRECT))
@@ -113,7 +113,7 @@ def test_rows_of_8_bits_go_once_a_node_where_auto_finds_that_it_saves(runs):
     assert not any("tokens leave a node once" in line for line in direct.said)
 
 
-BALANCED = "--optimus-cc balanced --no-dp-compression --expert-exchange auto --compression-trial"
+BALANCED = "--optimus-cc balanced --no-dp-compression --compression-trial"
 ON_TRIAL = [
     replace(
         VANILLA.but(f"tokens on trial, {way}", ours=BALANCED),

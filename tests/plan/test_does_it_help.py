@@ -86,15 +86,15 @@ def test_each_column_by_network_is_what_its_command_prints() -> None:
     assert len(rows) >= 6 and "\n".join(rows) in section(BY_NETWORK), "\n".join(rows)
 
 
-BALANCED, AUTO, BOTH, NO_COMPRESSION = (
-    ["--optimus-cc", "balanced"], ["--expert-exchange", "auto"], ["--expert-dispatch-format", "int8"], list[str]()
+BALANCED, DIRECT, BOTH, NO_COMPRESSION = (
+    ["--optimus-cc", "balanced"], ["--expert-exchange", "direct"], ["--expert-dispatch-format", "int8"], list[str]()
 )  # fmt: skip
 HYBRID = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
 WAYS = {
     "`alltoall`": NO_COMPRESSION,
     "with `balanced`": BALANCED,
-    "also `--expert-exchange auto`": [*BALANCED, *AUTO],
-    "also `--expert-dispatch-format int8`": [*BALANCED, *AUTO, *BOTH],
+    "also `--expert-dispatch-format int8`": [*BALANCED, *BOTH],
+    "`balanced` with `--expert-exchange direct`": [*BALANCED, *DIRECT],
     "HybridEP, with RDMA": HYBRID,
 }
 """Flags of each row of the table of a mixture over nodes, by the row's first cell."""
@@ -129,7 +129,7 @@ def test_the_figures_of_a_mixture_over_nodes_are_planned_on_4_nodes_and_on_8() -
 
 def test_where_rdma_runs_the_page_names_the_faster_of_once_a_node_and_hybridep() -> None:
     for link, ours in (("roce100x1", True), ("hdr1", True), ("ndr1", True), ("ndr8", False)):
-        once, vanilla = (over_nodes(link, 4, flags) for flags in ([*BALANCED, *AUTO], []))
+        once, vanilla = (over_nodes(link, 4, flags) for flags in (BALANCED, []))
         assert (once < vanilla) is ours, f"{link}: {once} s once a node, {vanilla} s with vanilla's best dispatcher"
 
 
@@ -186,7 +186,7 @@ def test_the_readme_shows_cells_of_the_page() -> None:
     by_network = [line for line in section(BY_NETWORK).splitlines() if line.startswith("|")]
     assert f"| {' | '.join(IN_README)} |" in readme and "\n".join(table_of_readme(by_network[2:])) in readme
     said = " ".join(readme.split())
-    ours, hybrid = re.findall(r"--expert-exchange auto` saves (\d+) % on 100 GbE; HybridEP, .*, (\d+) %\.", said)[0]
+    ours, hybrid = re.findall(r"span nodes, it saves (\d+) % on 100 GbE; HybridEP, .*, (\d+) %\.", said)[0]
     (row,) = (cells for cells in rows_of(section(BY_NETWORK)) if cells[0] == "100 GbE")
     assert row[6].startswith(f"{ours}{UNBROKEN}")
     plain, *_, flex = (float(cells[1]) for cells in rows_of(section(OVER_NODES)) if cells[1].isdecimal())

@@ -23,8 +23,8 @@ _V3 = MODELS["deepseek-v3"]
 LIKE_V3 = replace(_V3, layers=9, predictors=0, mixture=replace(_V3.mixture, layers=8))
 """DeepSeek-V3's layers, as many as 4 nodes hold."""
 
-AUTO = "--optimus-cc balanced --expert-exchange auto"
-BOTH = f"{AUTO} --expert-dispatch-format int8"
+BALANCED = "--optimus-cc balanced"
+BOTH = f"{BALANCED} --expert-dispatch-format int8"
 
 
 def over(nodes: int, model: Model = MODELS["qwen3-30b"], **changes: object) -> Job:
@@ -52,9 +52,9 @@ def test_on_ethernet_tokens_once_a_node_are_far_faster_than_alltoall(model: Mode
         job = over(nodes, model)
         vanilla = Band(cluster, job).vanilla.seconds
         assert vanilla == iteration(cluster, job).seconds, "HybridEP takes RDMA"
-        assert vanilla / seconds(cluster, job, AUTO) > least
+        assert vanilla / seconds(cluster, job, BALANCED) > least
         assert vanilla / seconds(cluster, job, BOTH) > 2.5
-        assert vanilla / seconds(cluster, job, "--optimus-cc balanced") < 1.4, "the default goes direct"
+        assert vanilla / seconds(cluster, job, f"{BALANCED} --expert-exchange direct") < 1.4
 
 
 @pytest.mark.parametrize("chosen", ["dense", "int8"])
@@ -80,7 +80,7 @@ def test_with_rdma_vanilla_is_planned_with_hybridep_where_that_is_faster(capsys:
         cluster = cluster_of(f"h100-{link}")
         assert (with_best_dispatcher(cluster, job) is not job) is hybrid
         assert with_best_dispatcher(cluster, over(4, ep=8)).dispatcher == "alltoall", "nothing leaves a node"
-    for link, faster in (("ndr1", "balanced with --expert-exchange auto"), ("ndr8", "HybridEP without compression")):
+    for link, faster in (("ndr1", "balanced"), ("ndr8", "HybridEP without compression")):
         assert plan(link, "alltoall") == 0
         said = capsys.readouterr().out
         assert "vanilla is planned with HybridEP (--moe-token-dispatcher-type flex" in said
@@ -108,11 +108,11 @@ def test_once_a_node_is_refused_where_training_refuses_it_and_auto_goes_direct(
     with pytest.raises(FlagError, match=f"--expert-exchange: tokens cannot go once a node: {reason}"):
         seconds(cluster, job, "--expert-exchange once-a-node")
     if not job.expert_overlap:
-        assert seconds(cluster, job, AUTO) == seconds(cluster, job, "--optimus-cc balanced")
+        assert seconds(cluster, job, BALANCED) == seconds(cluster, job, f"{BALANCED} --expert-exchange direct")
 
 
 def test_a_token_of_one_expert_goes_direct() -> None:
     model = replace(MODELS["qwen3-30b"], mixture=replace(MODELS["qwen3-30b"].mixture, experts=32, top_k=1))
     job, cluster = over(4, model), cluster_of("h100-100gbe")
     assert share_of_copies((32, 1, 1), 4) == 1.0
-    assert seconds(cluster, job, AUTO) == seconds(cluster, job, "--optimus-cc balanced")
+    assert seconds(cluster, job, BALANCED) == seconds(cluster, job, f"{BALANCED} --expert-exchange direct")

@@ -154,7 +154,7 @@ def test_two_levels_are_refused_where_no_group_has_them(nodes: str, reason: str)
         list(crossing_lines(INT4.replace(dp_compression_levels="two"), on_nodes(nodes)))
 
 
-EIGHT = {"expert_dispatch_format": "int8", "expert_exchange": "auto"}
+EIGHT = {"expert_dispatch_format": "int8"}
 ONCE = {"expert_exchange": "once-a-node"}
 
 
@@ -182,10 +182,10 @@ def test_the_share_of_copies_that_is_sent_once_a_node(routing: tuple[int, int, i
     ("nodes", "config", "layout", "reason"),
     [
         ("aabb", EIGHT, with_experts(), None),
-        ("aabb", {"expert_gradient_format": "int8", "expert_exchange": "auto"}, with_experts(), None),
+        ("aabb", {"expert_gradient_format": "int8"}, with_experts(), None),
         ("aabb", ONCE, with_experts((8, 1, 1)), None),
         ("aabb", {}, with_experts(), ""),
-        ("aabb", {"expert_dispatch_format": "int8"}, with_experts(), ""),
+        ("aabb", EIGHT | {"expert_exchange": "direct"}, with_experts(), ""),
         ("aaaa", EIGHT, with_experts(), "all of a group's ranks share a node"),
         ("abcd", EIGHT, with_experts(), "a node holds one of a group's ranks"),
         ("aaab", EIGHT, with_experts(), "its nodes hold unequal numbers of its ranks"),
