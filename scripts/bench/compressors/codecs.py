@@ -1,14 +1,18 @@
-"""The block formats' kernels, wherever a shard may begin, beside torch and other choices for the compiler, in GB/s."""
+"""The kernels of the block formats, wherever a shard may begin, and of exact differences, beside torch and other
+choices for the compiler, in GB/s.
+"""
 
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
+from optimus_cc_ext.compressors import exact
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
-from optimus_cc_ext.compressors.fast import fast_codec
+from optimus_cc_ext.compressors.fast import exact_kernels, fast_codec
 from scripts.bench.compressors import compiled
 from scripts.bench.compressors.timing import Work, captured
 from scripts.bench.compressors.variants import VARIANTS, applied
@@ -25,7 +29,8 @@ _FORMATS = ("int4", "int8")
 _SENDERS = 2
 
 Works = Mapping[str, Work | None]
-Step = Callable[[Codec], torch.Tensor]
+Step = Callable[[Any], torch.Tensor]
+"""Work of a `Codec`, or of the kernels of exact differences (None: torch's)."""
 
 
 def cases(device: torch.device, numel: int, containing: str, variants: bool) -> Iterator[tuple[str, int, Works]]:
@@ -60,10 +65,38 @@ def cases(device: torch.device, numel: int, containing: str, variants: bool) -> 
                     ends = {"torch, eager": partial(step, torchs)} if align in (ALIGNMENTS[0], ALIGNMENTS[-1]) else {}
                     yield case, moved, _ours(step, ours, device, variants and align == ALIGNMENTS[0], out) | ends
             yield from _rows(ours, torchs, values[:numel].view(-1, ROW_WIDTH), containing, variants)
+    yield from _exact(device, numel, containing)
+
+
+def _exact(device: torch.device, numel: int, containing: str) -> Iterator[tuple[str, int, Works]]:
+    """Yield the cases of exact differences: weights of the deviation 0.02, which a step moves by about 3e-4."""
+    weights = 0.02 * torch.randn(numel, device=device)
+    old, new = weights.bfloat16(), (weights + 3e-4 * torch.randn(numel, device=device)).bfloat16()
+    there, back = (torch.empty(exact.raw_bytes(numel), dtype=torch.uint8, device=device) for _ in range(2))
+    nbytes, further = int(exact.encode(old, new, there)), int(exact.encode(new, old, back))
+    values = old.clone()
+
+    def encode(kernels: Any) -> torch.Tensor:
+        return exact.encode(old, new, there, kernels)
+
+    def decode(kernels: Any) -> torch.Tensor:
+        exact.decode(there, values, kernels, raw=False)
+        return exact.decode(back, values, kernels, raw=False)
+
+    steps = {
+        "encode": (2 * old.nbytes + nbytes, encode),
+        "decode there and back": (4 * old.nbytes + nbytes + further, decode),
+    }
+    for name, (moved, step) in steps.items():
+        case = f"exact, {name}, {8 * nbytes / numel:.1f} bits a value, shards at multiples of {ALIGNMENTS[0]}"
+        if containing in case:
+            yield case, moved, _ours(step, exact_kernels(), device, False, None) | {"torch, eager": partial(step, None)}
+            if not torch.equal(values, old):
+                raise SystemExit(f"{case}: other values than those that were encoded")
 
 
 def _ours(
-    step: Step, codec: Codec, device: torch.device, variants: bool, out: torch.Tensor | None
+    step: Step, codec: Any, device: torch.device, variants: bool, out: torch.Tensor | None
 ) -> dict[str, Work | None]:  # fmt: skip
     """Return a step as it is, in a CUDA graph, in which the host's time does not count, and so in every variant."""
     names = [f"graph, {name}" for name in VARIANTS if variants or name == "ours"]
