@@ -50,8 +50,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=PRESETS,
         help="Preset, as far as the layout allows it; individual flags override it. balanced (recommended) puts "
         "vanilla Megatron's loss first: activations, their gradients, the tied embedding and data-parallel gradients "
-        "in int8, the distributed optimizer's parameters in int4, if a trial in the run says that it saves time. exact "
-        "keeps vanilla's bits: it gathers these parameters in exact differences, and fuses the tied embedding's sums, "
+        "in int8, the distributed optimizer's parameters in exact differences, if a trial in the run says that it "
+        "saves time. exact keeps vanilla's bits: it has these differences alone, and fuses the tied embedding's sums, "
         "with the distributed optimizer. paper "
         "(--optimus-cc alone) is --compressed-backprop, --fused-embedding-sync, and --dp-compression on the first "
         "75 %% of the pipeline stages, with their defaults.",

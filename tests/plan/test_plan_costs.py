@@ -314,7 +314,7 @@ def test_tokens_go_to_experts_and_back_in_16_bits_over_the_network_between_nodes
 
 
 def test_tokens_in_8_bits_take_half_of_the_line_and_the_seconds_of_coding_them() -> None:
-    cluster, config = CLUSTERS["a100-100gbe"], OptimusConfig(expert_dispatch_format="int8")
+    cluster, config = CLUSTERS["a100-100gbe"], OptimusConfig(expert_dispatch_format="int8", expert_exchange="direct")
     plain = breakdown(EXPERTS, iteration(cluster, EXPERTS))
     ours, slow = (
         breakdown(EXPERTS, iteration(replace(cluster, coding_scale=scale), EXPERTS, config)) for scale in (1.0, 2.0)

@@ -122,8 +122,8 @@ def test_a_preset_switches_on_what_the_layout_allows_and_says_what_it_left_out(
     assert sorted(notes) == sorted(f"{preset} leaves out {what}" for what, is_left in left_out.items() if is_left)
 
 
-def test_the_balanced_preset_gathers_parameters_in_int4_where_there_are_fp32_copies_and_says_where_not() -> None:
-    assert resolved("--optimus-cc balanced", SHARDED) == Resolution(BALANCED.replace(param_gather_format="int4"))
+def test_the_balanced_preset_gathers_parameters_to_the_bit_where_there_are_fp32_copies_and_says_where_not() -> None:
+    assert resolved("--optimus-cc balanced", SHARDED) == Resolution(BALANCED.replace(param_gather_format="exact"))
     dense = resolved("--optimus-cc balanced", replace(SHARDED, master_copies=False))
     said = "--optimus-cc balanced leaves out parameter gather: no fp32 copies of parameters"
     assert dense == Resolution(BALANCED, (said,))

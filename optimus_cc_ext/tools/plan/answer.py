@@ -20,8 +20,8 @@ ADMITTED = {
     if "balanced" in traffic.presets
 }
 """The format of each class in the preset `balanced`. All of them together cost a GPT of 7.4 million parameters +0.006 %
-of loss; the gather and gradients of tokens cost too little to measure, and docs/evidence.md has the bounds. Gradients
-in int4 cost the GPT +0.045 %, with a bound of 0.06 %, and a Llama-like model 0.1 %.
+of loss; the gather costs none, and gradients of tokens too little to measure: docs/evidence.md has the bounds.
+Gradients in int4 cost the GPT +0.045 %, with a bound of 0.06 %, and a Llama-like model 0.1 %.
 """
 
 BALANCED = ("--optimus-cc", "balanced")
