@@ -14,7 +14,7 @@ from optimus_cc_ext.tools.plan.flags import job_of
 from optimus_cc_ext.tools.plan.memory import memory
 from scripts.compat import cpu_attention
 from tests.megatron import interventions, recording
-from tests.megatron.runs import BLOCKS, MIXTURE, PP2_DP2, SHARDED
+from tests.megatron.runs import BLOCKS, GATHER, MIXTURE, PP2_DP2, SHARDED
 from tests.megatron.specs import RunSpec, full, uses
 from tests.megatron.test_doctor import GPT_8_3B, PP2, ask_doctor
 from tests.megatron_runs import TINY_GPT
@@ -47,7 +47,7 @@ FORESEEN = [
     for what, ours, flags in (
         ("low rank", OURS, ""), ("blocks", BLOCKS, ""),
         ("gradients in blocks", "--dp-compression-format int4", ""), ("blocks, sharded", BLOCKS, SHARDED),
-        ("a gather", BLOCKS, f"--bf16 {SHARDED}"),
+        ("a gather", f"{BLOCKS} {GATHER}", f"--bf16 {SHARDED}"),
     )
 ]  # fmt: skip
 IN_TWO_LEVELS = RunSpec(
