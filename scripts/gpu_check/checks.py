@@ -115,7 +115,7 @@ def _study(setting: Setting, folder: Path, words: list[str]) -> None:
 
 CHECKS = {
     "kernels": Check(
-        "Low-rank and block kernels give the reference's results in bf16, fp16 and fp32.",
+        "Low-rank, block and exact kernels give the reference's results in bf16, fp16 and fp32.",
         _function("kernels", "check"), 90, interpreted=True,
     ),
     "capture": Check(

@@ -1,14 +1,16 @@
-"""Comparison of Triton's kernels with references: float64 products, Gram-Schmidt, torch's block codecs."""
+"""Comparison of Triton's kernels with references: float64 products, Gram-Schmidt, torch's codecs."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from optimus_cc_ext.compressors import exact
 from optimus_cc_ext.compressors.blocks import BlockLayout, Codec
 from optimus_cc_ext.compressors.formats import BLOCK
 from optimus_cc_ext.compressors.low_rank import ReferenceLowRank
 from optimus_cc_ext.compressors.numerics import private_generator
+from optimus_cc_ext.compressors.triton import exact as exact_kernels
 from optimus_cc_ext.compressors.triton.blocks import TritonCodec
 from optimus_cc_ext.compressors.triton.low_rank import TritonLowRank
 from scripts.bench.compressors.sections import FORMAT_CASES, check_basis, check_format
@@ -19,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield one row for each dtype and rank, and for each dtype and format."""
+    """Yield one row for each dtype and rank, for each dtype and format, and for each dtype of exact differences."""
     on_gpu = device.type == "cuda"
     n, m, ranks = (1000, 1536, (16, 64, 128)) if on_gpu else (70, 96, (16,))
     for dtype in DTYPES:
@@ -27,6 +29,8 @@ def check(device: torch.device) -> Iterator[dict[str, Any]]:
             yield _low_rank(device, dtype, n, m, rank)
         for name in FORMAT_CASES:
             yield _blocks(device, dtype, name, (1 << 20) if on_gpu else 64 * BLOCK)
+    for dtype in (torch.bfloat16, torch.float16):
+        yield _differences(device, dtype, (1 << 20) + 77 if on_gpu else 1100)
 
 
 def _low_rank(device: torch.device, dtype: torch.dtype, n: int, m: int, rank: int) -> dict[str, Any]:
@@ -39,8 +43,8 @@ def _low_rank(device: torch.device, dtype: torch.dtype, n: int, m: int, rank: in
     matrices = matrices.to(dtype)
     total, p = torch.empty_like(residual), torch.empty(2, n, rank, device=device)
     ours.project_sum(matrices, residual, q, total=total, out=p)
-    exact = (matrices.double() + residual.double()) @ q.double()
-    off = {"P": _off(p, exact), "sum": _off(total, matrices.double() + residual.double())}
+    product = (matrices.double() + residual.double()) @ q.double()
+    off = {"P": _off(p, product), "sum": _off(total, matrices.double() + residual.double())}
     basis = ours.orthogonalize(p)
     check_basis(p, basis, case)
     off["Q"] = _off(ours.back_project(total, basis), total.double().mT @ basis.double())
@@ -77,5 +81,21 @@ def _blocks(device: torch.device, dtype: torch.dtype, name: str, numel: int) -> 
     return {"case": f"{name}, {dtype}", "decoded": "to the bit"}
 
 
-def _off(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
+def _differences(device: torch.device, dtype: torch.dtype, numel: int) -> dict[str, Any]:
+    case, generator = f"exact, {dtype}", private_generator(18, "exact", device="cpu")
+    weights, step = (torch.randn(numel, generator=generator) * size for size in (2e-2, 1e-4))
+    old, new = weights.to(device, dtype), (weights + step).to(device, dtype)
+    kernels = (exact_kernels, None)
+    messages = [torch.zeros(exact.raw_bytes(numel), dtype=torch.uint8, device=device) for _ in kernels]
+    lengths = [int(exact.encode(old, new, *each)) for each in zip(messages, kernels, strict=True)]
+    if len({*lengths, exact.raw_bytes(numel)}) != 2 or not torch.equal(*(each[: lengths[0]] for each in messages)):
+        raise SystemExit(f"{case}: Triton and torch encode other messages, of {lengths} bytes")
+    for each in kernels:
+        values = old.clone()
+        if not (exact.decode(messages[0][: lengths[0]], values, each, raw=False) and torch.equal(values, new)):
+            raise SystemExit(f"{case}: {'Triton' if each else 'torch'} decodes other values than were encoded")
+    return {"case": case, "decoded": "to the bit"}
+
+
+def _off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())

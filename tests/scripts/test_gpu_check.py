@@ -108,7 +108,7 @@ def test_every_check_has_a_dry_run(tmp_path: Path) -> None:
         path.read_text()[-2000:] for path in tmp_path.glob("*.log")
     )
     kernels = json.loads((tmp_path / "kernels.json").read_text())
-    assert len(kernels) == 3 * (1 + 5), "in Triton's interpreter: three dtypes, low rank and five formats"
+    assert len(kernels) == 3 * (1 + 5) + 2, "in Triton's interpreter: low rank, five formats, and exact in 16 bits"
 
 
 def test_a_check_that_fails_or_takes_too_long_is_said_and_ends_with_1(
