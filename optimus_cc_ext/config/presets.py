@@ -122,13 +122,16 @@ def share_of_copies(routing: tuple[int, int, int], nodes: int) -> float:
         routing: `Layout.routing`; experts, or groups of them, are dealt out evenly, and picked evenly.
     """
     pool, picks, top = routing
+    if pool < nodes:
+        each = nodes / pool  # nodes of a group, from which a token picks about top / picks experts
+        return picks * each * (1 - (1 - 1 / each) ** (top / picks)) / top
     missed = comb(pool - pool // nodes, picks) / comb(pool, picks)
     return (1 - missed) * nodes / top
 
 
 def too_many_copies(routing: tuple[int, int, int], nodes: int) -> str:
     """Return the reason for which a token once to each node saves too little; empty: it saves enough."""
-    share = share_of_copies(routing, nodes) if routing[0] >= nodes else 1.0
+    share = share_of_copies(routing, nodes)
     saves = share <= MOST_COPIES
     return "" if saves else f"a token once a node is {share:.2f} of its copies for {nodes} nodes, above {MOST_COPIES}"
 

@@ -137,10 +137,13 @@ def as_built(of_flags: Layout, of_model: Layout) -> Layout:
 
 
 def _routing(options: argparse.Namespace) -> tuple[int, int, int]:
-    """Return `Layout.routing`: with group-limited routing a token picks some groups, and its experts from these."""
+    """Return `Layout.routing`: with group-limited routing a token picks some groups, and its experts from these.
+
+    All groups are no limit: models without one are launched with one group, of which a token picks one.
+    """
     experts, top = options.num_experts or 0, getattr(options, "moe_router_topk", None) or 0
     groups, picks = (getattr(options, f"moe_router_{name}", None) for name in ("num_groups", "group_topk"))
-    return (groups, picks, top) if groups and picks else (experts, top, top)
+    return (groups, picks, top) if groups and picks and picks < groups else (experts, top, top)
 
 
 def _layer_wise(options: argparse.Namespace) -> bool:

@@ -167,12 +167,13 @@ def with_experts(routing: tuple[int, int, int] = (32, 8, 8), **facts: Any) -> Ru
     [
         ((8, 2, 2), 2, 0.79), ((8, 2, 2), 4, 0.93), ((4, 2, 2), 2, 0.83), ((128, 8, 8), 4, 0.45),
         ((128, 1, 1), 4, 1.0), ((128, 8, 8), 2, 0.25), ((8, 4, 8), 4, 0.39), ((2, 2, 2), 2, 1.0),
+        ((8, 4, 8), 16, 0.75), ((2, 1, 4), 4, 0.47),  # a group of experts spans two nodes
     ],
 )  # fmt: skip
 def test_the_share_of_copies_that_is_sent_once_a_node(routing: tuple[int, int, int], nodes: int, share: float) -> None:
     assert share_of_copies(routing, nodes) == pytest.approx(share, abs=0.005)
     pool, picks, top = routing
-    chosen = list(combinations(range(pool), picks)) if pool <= 8 else []
+    chosen = list(combinations(range(pool), picks)) if nodes <= pool <= 8 else []
     touched = [len({one * nodes // pool for one in each}) for each in chosen]
     if touched:
         assert share_of_copies(routing, nodes) == pytest.approx(sum(touched) / len(touched) / top)
@@ -191,6 +192,7 @@ def test_the_share_of_copies_that_is_sent_once_a_node(routing: tuple[int, int, i
         ("aaab", EIGHT, with_experts(), "its nodes hold unequal numbers of its ranks"),
         ("abab", EIGHT, with_experts(), "its ranks on a node do not follow each other"),
         ("aabb", EIGHT, with_experts((8, 1, 1)), "a token once a node is 1.00 of its copies for 2 nodes, above 0.85"),
+        ("aabb", EIGHT, with_experts((1, 1, 4)), None),
         ("aabb", EIGHT, with_experts(direct="--some-flag moves rows"), "--some-flag moves rows"),
         ("aabbcccc", EIGHT, with_experts(), "the groups of experts lie on nodes in different ways"),
         ("aabb", EIGHT, with_experts((0, 0, 0)), ""),

@@ -211,6 +211,9 @@ def test_a_token_picks_experts_or_with_limited_routing_groups_of_them() -> None:
     limited = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
     assert _routing(options(moe_router_topk=4, **limited)) == (4, 2, 4)
     assert _routing(options(num_experts=None)) == (0, 0, 0)
+    for number in (1, 4):
+        all_groups = dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk"), number)
+        assert _routing(options(moe_router_topk=2, **all_groups)) == (8, 2, 2), "all groups are no limit"
 
 
 def test_doctor_counts_the_rows_of_both_hops() -> None:
