@@ -72,11 +72,14 @@ class Numbers:
         self.theirs = exchange(mine, groups.across, None, None, "the exchange of the numbers of tokens between nodes")
         """Rows from each rank of the rail, and their copies for each rank of this node: (nodes, 1 + members)."""
 
-        self.host = torch.cat([mine[:, :1], self.theirs], 1)
+        self.host = self._counted = torch.cat([mine[:, :1], self.theirs], 1)
 
     def to_host(self) -> None:
-        """Copy the numbers to the host in the current stream, which the host has to wait for before it reads them."""
-        self.host = self.host.to("cpu", non_blocking=True)
+        """Copy the numbers to the host in the current stream, which the host has to wait for before it reads them.
+
+        Until then the device's numbers stay: another stream, whose memory they are, would write over them.
+        """
+        self.host = self._counted.to("cpu", non_blocking=True)
 
     @property
     def nbytes(self) -> int:

@@ -1,5 +1,6 @@
 """Rows in two hops over real ranks: as a plain all-to-all sends them, and added up on the way back as by hand."""
 
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -245,6 +246,26 @@ def with_a_wrong_count() -> str:
 def test_a_count_that_is_changed_on_one_rank_ends_with_the_purpose_and_the_ranks() -> None:
     said = run_ranks(4, with_a_wrong_count, timeout=60)
     assert any("failed among ranks [1, 3]" in each and "tokens' experts" in each for each in said), said
+
+
+def freed_during_the_copy() -> bool:
+    """Return whether the device's numbers are gone while a stream copies them to the host."""
+    dist.init_process_group("gloo")
+    copied = list[weakref.ref[torch.Tensor]]()
+
+    def copy(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        copied.append(weakref.ref(tensor))
+        return tensor.clone()
+
+    routing = routing_of(dist.get_rank(), 4, 2, 8, 2, "even")
+    numbers = Numbers(routing, routing.sum(0).view(4, -1).sum(1), groups_of(2))
+    torch.Tensor.to = copy  # type: ignore[assignment, method-assign]
+    numbers.to_host()
+    return copied[0]() is None
+
+
+def test_numbers_on_the_device_live_as_long_as_their_copy_to_the_host_runs() -> None:
+    assert not any(run_ranks(4, freed_during_the_copy))
 
 
 def test_bits_of_experts_come_back_from_their_bytes() -> None:
