@@ -34,22 +34,19 @@ class Coding(Protocol):
 
 
 def exchange(
-    rows: Tensor, group: dist.ProcessGroup, received: Sequence[int] | None, sent: Sequence[int] | None, purpose: str,
-    spare: int = 0,
+    rows: Tensor, group: dist.ProcessGroup, received: Sequence[int] | None, sent: Sequence[int] | None, purpose: str
 ) -> Tensor:  # fmt: skip
-    """Send rows (n, width) to the ranks of `group`; return the rows (m + spare, width) that have arrived from them.
+    """Send rows (n, width) to the ranks of `group`; return the rows (m, width) that have arrived from them.
 
     Args:
         received, sent: numbers of rows from and to each rank of the group; None: the same number for each.
-        spare: number of rows of zeros behind those that arrive.
 
     Raises:
         OptimusError: the all-to-all failed.
     """
     number = rows.shape[0] if received is None else sum(received)
-    arrived = rows.new_empty(number + spare, *rows.shape[1:])
-    start_all_to_all(arrived[:number], rows.contiguous(), group, purpose, received, sent).wait()
-    arrived[number:].zero_()
+    arrived = rows.new_empty(number, *rows.shape[1:])
+    start_all_to_all(arrived, rows.contiguous(), group, purpose, received, sent).wait()
     return arrived
 
 
@@ -94,10 +91,9 @@ class TwoHops:
         numbers: the numbers of this dispatch, which have reached the host.
         numel: the number of this rank's rows: each token once for each of its experts, sorted by expert and token.
         arriving: the number of rows that arrive from each rank of the group.
-        most: the largest number of experts of a token.
     """
 
-    def __init__(self, numbers: Numbers, numel: int, arriving: Sequence[int], most: int) -> None:
+    def __init__(self, numbers: Numbers, numel: int, arriving: Sequence[int]) -> None:
         groups, routing = numbers.groups, numbers.routing
         nodes, members = groups.levels.nodes, groups.levels.members
         self._rail, self._node, self._numel = groups.across, groups.node or groups.whole, numel
@@ -115,9 +111,9 @@ class TwoHops:
         bits = _to_bits(by_node.transpose(1, 2).reshape(nodes * tokens, experts).index_select(0, which))
         self._ahead = numbers.nbytes + bits.shape[1] * self._others(self._sent, self._rail)
         arrived = exchange(bits, self._rail, self._received, self._sent, "the exchange of tokens' experts")
-        self._forward(_from_bits(arrived, experts), numbers.theirs[:, 0], min(most, experts))
+        self._forward(_from_bits(arrived, experts), numbers.theirs[:, 0])
 
-    def _forward(self, chosen: Tensor, received: Tensor, most: int) -> None:
+    def _forward(self, chosen: Tensor, received: Tensor) -> None:
         """Compute the places of copies, sorted by (rank of this node, source node, expert, token).
 
         Args:
@@ -135,8 +131,12 @@ class TwoHops:
         place = torch.where(chosen, starts.index_select(0, source) + chosen.cumsum(0) - 1, total)
         row = torch.arange(rows, device=device).unsqueeze(1).expand(rows, experts)
         self._row_of_copy = _scattered(place, row, total)
-        self._copies = place.sort(1).values[:, :most]
-        """The places of a row's copies, in the order of the experts; `total` for none: (rows, most)."""
+        # A router may give a token more experts than --moe-router-topk.
+        self._copies, of_row = _packed(chosen, place, total), chosen.sum(1)
+        """The places of copies, row after row, in the order of the experts."""
+
+        self._starts = of_row.cumsum(0) - of_row
+        """The place of each row's first copy in `_copies`."""
 
     def spread(self, rows: Tensor, coding: Coding) -> Tensor:
         """Return the rows at their experts, sorted by source rank, expert and token; coded once, and decoded once."""
@@ -151,10 +151,10 @@ class TwoHops:
         """Return the sum of each token's results on each node, as it was spread: added up in fp32, and coded then."""
         purposes = (f"hop 1 of {coding.tag}, between nodes", f"hop 2 of {coding.tag}, in a node")
         copies = self._turned(rows, by_node=True)
-        copies = exchange(copies, self._node, self._forwarded, self._from_members, purposes[1], spare=1)
+        copies = exchange(copies, self._node, self._forwarded, self._from_members, purposes[1])
         # CUDA's kernel adds up in fp32, copy by copy, and rounds once; the CPU's rounds bf16 in its own way.
         copies = copies if copies.is_cuda else copies.to(torch.promote_types(rows.dtype, torch.float32))
-        sums = torch.nn.functional.embedding_bag(self._copies, copies, mode="sum").to(rows.dtype)
+        sums = torch.nn.functional.embedding_bag(self._copies, copies, self._starts, mode="sum").to(rows.dtype)
         del copies
         once = exchange(coding.encode(sums), self._rail, self._sent, self._received, purposes[0])
         arrived = coding.decode(once, rows.dtype)

@@ -45,9 +45,9 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "megatron.core.models.common.language_module.language_module": ("shared_embedding",),
     "megatron.core.transformer.transformer_config:TransformerConfig": (
         "batch_p2p_comm", "batch_p2p_sync", "context_parallel_size", "fp16", "grad_scale_func", "hidden_size",
-        "microbatch_group_size_per_vp_stage", "moe_router_topk", "mtp_num_layers", "num_moe_experts", "params_dtype",
-        "pipeline_dtype", "pipeline_model_parallel_layout", "sequence_parallel",
-        "tensor_model_parallel_size", "variable_seq_lengths", "virtual_pipeline_model_parallel_size",
+        "microbatch_group_size_per_vp_stage", "mtp_num_layers", "num_moe_experts", "params_dtype", "pipeline_dtype",
+        "pipeline_model_parallel_layout", "sequence_parallel", "tensor_model_parallel_size", "variable_seq_lengths",
+        "virtual_pipeline_model_parallel_size",
     ),
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer": (
         "_get_model_param_range_map", "buffers", "config", "model_float16_groups", "model_fp32_groups",
@@ -65,8 +65,8 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "megatron.core.transformer.moe.moe_layer:BaseMoELayer": ("experts",),
     "megatron.core.transformer.moe.router": ("Router",),
     "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher": (
-        "config", "cuda_dtoh_point", "cuda_dtoh_stream", "drop_and_pad", "ep_group", "ep_size", "input_splits",
-        "num_experts", "output_splits", "routing_map",
+        "cuda_dtoh_point", "cuda_dtoh_stream", "drop_and_pad", "ep_group", "ep_size", "input_splits", "output_splits",
+        "routing_map",
     ),
     "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout": ("layout",),
     "megatron.core.utils": ("get_model_config",),

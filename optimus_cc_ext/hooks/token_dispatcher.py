@@ -67,11 +67,8 @@ class _Hops:
         """Return the way of the running call's rows, and whether they are combined; None: they go direct."""
         dispatcher = self._calls.dispatcher
         if dispatcher is not None and (numbers := self._numbers.pop(dispatcher, None)) is not None:
-            model, (sent, received) = dispatcher.config, (dispatcher.input_splits, dispatcher.output_splits)
-            # Padding for quantised experts adds experts to tokens.
-            padded = any(getattr(model, f"moe_router_padding_for_{kind}", False) for kind in ("quantization", "fp8"))
-            most = dispatcher.num_experts if padded else model.moe_router_topk
-            self._ways[dispatcher] = TwoHops(numbers, int(sum(sent)), _numbers(received) or [], most)
+            sent, received = dispatcher.input_splits, _numbers(dispatcher.output_splits)
+            self._ways[dispatcher] = TwoHops(numbers, int(sum(sent)), received or [])
         return self._ways.get(dispatcher) if dispatcher is not None else None, self._calls.combines
 
 

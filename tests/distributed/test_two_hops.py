@@ -18,7 +18,10 @@ from optimus_cc_ext.techniques.expert_rows import RowExchange
 from tests.forked_ranks import run_ranks
 
 WIDTH = 128
-KINDS = ["even", "uneven", "a node without tokens", "a rank without tokens", "capacity", "a rank that has no token"]
+KINDS = [
+    "even", "uneven", "a node without tokens", "a rank without tokens", "capacity", "a rank that has no token",
+    "any number",
+]  # fmt: skip
 
 
 class Dense:
@@ -55,7 +58,8 @@ def routing_of(rank: int, ranks: int, members: int, experts: int, top: int, kind
     if experts - empty >= top:
         logits[:, :empty] -= 100
     routing = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, logits.topk(top, 1).indices, True)
-    return routing & (torch.rand(tokens, experts, generator=generator) > 0.3) if kind == "capacity" else routing
+    chosen = torch.rand(tokens, experts, generator=generator) > 0.3
+    return {"capacity": routing & chosen, "any number": chosen}.get(kind, routing)
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -72,11 +76,11 @@ def groups_of(members: int, limit: timedelta | None = None) -> Groups:
     return Groups(whole, levels, nodes[rank // members], rails[rank % members], members)
 
 
-def way_of(routing: torch.Tensor, arriving: list[int], groups: Groups, top: int) -> TwoHops:
+def way_of(routing: torch.Tensor, arriving: list[int], groups: Groups) -> TwoHops:
     splits = routing.sum(0).view(dist.get_world_size(), -1).sum(1)
     numbers = Numbers(routing, splits, groups)
     numbers.to_host()
-    return TwoHops(numbers, int(routing.sum()), arriving, top)
+    return TwoHops(numbers, int(routing.sum()), arriving)
 
 
 def arriving_at(rank: int, routings: list[torch.Tensor]) -> list[int]:
@@ -90,7 +94,7 @@ def there_and_back(members: int, cases: list[tuple[int, int, str, torch.dtype, b
     rank, ranks, groups, found = dist.get_rank(), dist.get_world_size(), groups_of(members), []
     for experts, top, kind, dtype, coded in cases:
         routings = [routing_of(each, ranks, members, experts, top, kind) for each in range(ranks)]
-        way = way_of(routings[rank], arriving_at(rank, routings), groups, top)
+        way = way_of(routings[rank], arriving_at(rank, routings), groups)
         coding = Coded() if coded else Dense()
         tokens = values(rank, (routings[rank].shape[0], WIDTH), dtype)
         rows = tokens[routings[rank].T.nonzero()[:, 1]]
@@ -173,7 +177,7 @@ def matrices(members: int, experts: int, top: int, kind: str) -> tuple[torch.Ten
     dist.init_process_group("gloo")
     rank, ranks, groups = dist.get_rank(), dist.get_world_size(), groups_of(members)
     routings = [routing_of(each, ranks, members, experts, top, kind) for each in range(ranks)]
-    way = way_of(routings[rank], arriving_at(rank, routings), groups, top)
+    way = way_of(routings[rank], arriving_at(rank, routings), groups)
     columns = [[int(each.sum()) for each in routings], [sum(arriving_at(each, routings)) for each in range(ranks)]]
     found = []
     for numbers, send in zip(columns, (way.spread, way.collect), strict=True):
@@ -194,7 +198,7 @@ def gradients(members: int) -> tuple[torch.Tensor, torch.Tensor]:
     dist.init_process_group("gloo")
     rank, groups, dense = dist.get_rank(), groups_of(members), Dense()
     routings = [routing_of(each, 4, members, 8, 2, "even")[:3] for each in range(4)]
-    way = way_of(routings[rank], arriving_at(rank, routings), groups, 2)
+    way = way_of(routings[rank], arriving_at(rank, routings), groups)
     tokens = values(rank, (3, 2), torch.float64)
     codings: Any = (dense, dense)
 
@@ -235,7 +239,7 @@ def with_a_wrong_count() -> str:
     numbers = Numbers(routings[rank], splits, groups)
     numbers.host[:, 1] += rank == 1
     try:
-        way = TwoHops(numbers, int(routings[rank].sum()), arriving_at(rank, routings), 2)
+        way = TwoHops(numbers, int(routings[rank].sum()), arriving_at(rank, routings))
         way.spread(torch.zeros(int(routings[rank].sum()), WIDTH), Dense())
     except OptimusError as error:
         return str(error)
@@ -296,7 +300,7 @@ def bytes_sent(members: int) -> tuple[list[Any], list[Any]]:
 
     two_hops.start_all_to_all = watched  # type: ignore[assignment]
     routings = [routing_of(each, 4, members, 8, 2, "uneven") for each in range(4)]
-    way = way_of(routings[rank], arriving_at(rank, routings), groups, 2)
+    way = way_of(routings[rank], arriving_at(rank, routings), groups)
     found = []
     for send, numel in ((way.spread, int(routings[rank].sum())), (way.collect, sum(arriving_at(rank, routings)))):
         send(torch.zeros(numel, WIDTH, dtype=torch.bfloat16), Coded())

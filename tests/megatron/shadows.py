@@ -46,3 +46,16 @@ def numbers_at_the_all_to_all() -> None:
         self.cuda_dtoh_point = "before_ep_alltoall"
 
     Dispatcher.__init__ = built
+
+
+def experts_by_sequence() -> None:
+    """Give the tokens of a micro-batch together as many experts as --moe-router-topk says, some more and some fewer."""
+    from megatron.core.transformer.moe import router
+
+    def by_sequence(logits: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = logits.softmax(1)
+        chosen = scores.flatten().topk(logits.shape[0] * topk).indices
+        routing = torch.zeros_like(scores, dtype=torch.bool).flatten().index_fill(0, chosen, True).view_as(scores)
+        return scores * routing, routing
+
+    router.topk_routing_with_score_function = by_sequence

@@ -81,6 +81,14 @@ def test_tokens_that_leave_a_node_once_train_as_vanilla_in_every_layout(runs):
     assert_alike(*runs)
 
 
+BY_SEQUENCE = [replace(run, before=(*run.before, shadows.experts_by_sequence)) for run in both("experts by sequence")]
+
+
+@uses(full(*BY_SEQUENCE))
+def test_a_router_may_give_a_token_more_experts_than_the_flag_says(runs):
+    assert_alike(*runs)
+
+
 GRAPHS = once(VANILLA, "tokens once a node, numbers at the all-to-all")
 GRAPHS = replace(GRAPHS, before=(*GRAPHS.before, shadows.numbers_at_the_all_to_all))
 
