@@ -116,8 +116,9 @@ def test_experts_are_gathered_over_their_own_replicas(runs):
 
 
 @uses(full(table.GATHER_TP2))
-def test_the_balanced_preset_gathers_in_4_bits_where_there_are_master_copies(runs):
-    assert any("parameter gather (int4)" in line for line in runs.said)
+def test_the_balanced_preset_gathers_to_the_bit_where_there_are_master_copies(runs):
+    assert any("parameter gather (exact)" in line for line in runs.said)
     for rank in runs.ranks:
         raw, sent = rank.ours.traffic["parameter gather"]
-        assert sent < 1.35 * IN_4_BITS * raw
+        # The first gather is dense; at this learning rate messages of so few values take some 6 bits a value, or 16.
+        assert sent < 0.75 * raw
