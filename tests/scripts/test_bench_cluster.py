@@ -130,7 +130,7 @@ def test_variants_leave_out_what_a_layout_does_not_have() -> None:
     sharded = Layout.parsed("pp2dp2z1")
     assert str(sharded) == "pp2dp2z1" and sharded.sharded
     training = Training(layout=sharded)
-    for name, format in (("balanced-int4", "int4"), ("dp-int4", "dense")):
+    for name, format in (("balanced-int4", "exact"), ("dp-int4", "dense")):
         assert training.config_of(flags_of(CLUSTER[name], sharded, (2, 11))).param_gather_format == format
 
 
