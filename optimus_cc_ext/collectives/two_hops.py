@@ -133,10 +133,10 @@ class TwoHops:
         self._row_of_copy = _scattered(place, row, total)
         # A router may give a token more experts than --moe-router-topk.
         self._copies, of_row = _packed(chosen, place, total), chosen.sum(1)
-        """The places of copies, row after row, in the order of the experts."""
+        """The places of all copies: row after row, and those of a row in the order of its experts."""
 
         self._starts = of_row.cumsum(0) - of_row
-        """The place of each row's first copy in `_copies`."""
+        """The beginning of each row's copies in `_copies`."""
 
     def spread(self, rows: Tensor, coding: Coding) -> Tensor:
         """Return the rows at their experts, sorted by source rank, expert and token; coded once, and decoded once."""

@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield one row for each dtype and rank, for each dtype and format, and for each dtype of exact differences."""
+    """Yield a row for each case: low rank at each rank, each block format, and exact differences, in each dtype."""
     on_gpu = device.type == "cuda"
     n, m, ranks = (1000, 1536, (16, 64, 128)) if on_gpu else (70, 96, (16,))
     for dtype in DTYPES:

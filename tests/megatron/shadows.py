@@ -49,7 +49,7 @@ def numbers_at_the_all_to_all() -> None:
 
 
 def experts_by_sequence() -> None:
-    """Give the tokens of a micro-batch together as many experts as --moe-router-topk says, some more and some fewer."""
+    """Let a micro-batch choose --moe-router-topk experts a token in the mean: some tokens get more, and some fewer."""
     from megatron.core.transformer.moe import router
 
     def by_sequence(logits: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -120,5 +120,5 @@ def test_the_balanced_preset_gathers_to_the_bit_where_there_are_master_copies(ru
     assert any("parameter gather (exact)" in line for line in runs.said)
     for rank in runs.ranks:
         raw, sent = rank.ours.traffic["parameter gather"]
-        # The first gather is dense; at this learning rate messages of so few values take some 6 bits a value, or 16.
+        # The first gather is dense. At this learning rate some messages of so few values are sent raw.
         assert sent < 0.75 * raw

@@ -66,7 +66,7 @@ def test_gathers_that_begin_in_the_optimizers_step_change_no_bit(runs):
     for ours, others in zip(*(run.ranks for run in runs), strict=True):
         assert (ours.losses, ours.weights) == (others.losses, others.weights)
         # Megatron has an optimizer for the first chunk and one for the others, and adds up the norm in another order.
-        assert ours.grad_norms == pytest.approx(others.grad_norms, rel=1e-6)
+        assert ours.grad_norms == pytest.approx(others.grad_norms, rel=2**-22)
         assert len(ours.weights) > 10 and ours.ours.traffic == others.ours.traffic
 
 

@@ -1,5 +1,5 @@
-"""The kernels of the block formats, wherever a shard may begin, and of exact differences, beside torch and other
-choices for the compiler, in GB/s.
+"""GB/s of the kernels that code blocks, wherever a shard may begin, and exact differences. Torch, and other choices for
+the compiler, are timed beside them.
 """
 
 import os
@@ -30,7 +30,7 @@ _SENDERS = 2
 
 Works = Mapping[str, Work | None]
 Step = Callable[[Any], torch.Tensor]
-"""Work of a `Codec`, or of the kernels of exact differences (None: torch's)."""
+"""Function that codes with a `Codec`, or with the kernels of exact differences; None stands for torch."""
 
 
 def cases(device: torch.device, numel: int, containing: str, variants: bool) -> Iterator[tuple[str, int, Works]]:
@@ -69,7 +69,7 @@ def cases(device: torch.device, numel: int, containing: str, variants: bool) -> 
 
 
 def _exact(device: torch.device, numel: int, containing: str) -> Iterator[tuple[str, int, Works]]:
-    """Yield the cases of exact differences: weights of the deviation 0.02, which a step moves by about 3e-4."""
+    """Yield the cases of exact differences. The weights have a deviation of 0.02; a step moves them by about 3e-4."""
     weights = 0.02 * torch.randn(numel, device=device)
     old, new = weights.bfloat16(), (weights + 3e-4 * torch.randn(numel, device=device)).bfloat16()
     there, back = (torch.empty(exact.raw_bytes(numel), dtype=torch.uint8, device=device) for _ in range(2))
