@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 
 from optimus_cc_ext.announce import say
-from optimus_cc_ext.compressors.formats import EXACT
 from optimus_cc_ext.config import OptimusConfig, flag_of
-from optimus_cc_ext.config.classes import CLASSES
 from optimus_cc_ext.config.flags import PRESETS, Request
 from optimus_cc_ext.config.presets import Layout, amplified, check_layout, resolve
 from optimus_cc_ext.config.refusals import refuse_unsupported
@@ -135,15 +133,13 @@ def _trial(session: Session, model: Any) -> Trial | None:
     classes, groups = on_trial(session.config, session.left_dense), session.new_groups
     if session.grid is None or groups is None or not classes:
         return None
-    listed = [traffic for traffic in CLASSES if traffic.name in session.config.only_between_nodes.split(",")]
-    preset = EXACT if all(EXACT in traffic.presets for traffic in listed) else "balanced"
     config, nodes = model.config, {place.node.name for place in groups.places}
     # CUDA graphs are captured in some of a run's first steps.
     graphs = getattr(config, "cuda_graph_impl", "none") != "none"
     untimed = max(2, getattr(config, "cuda_graph_warmup_steps", 0) + 1 if graphs else 0)
     return Trial(
         classes=classes, techniques=session.techniques, grid=session.grid, device=training_device(),
-        place=(len(nodes), len(groups.places)), name=preset if listed else "compressed",
+        place=(len(nodes), len(groups.places)), name=session.config.preset,
         counters=lambda: session.traffic.bytes, memory=lambda: session.memory_bytes,
         ways=WaysByTurns(untimed, ahead=bool(model.ddp_config.overlap_param_gather)),
     )  # fmt: skip

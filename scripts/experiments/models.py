@@ -96,6 +96,12 @@ _BIASED_EXPERTS = (
 MODELS: Mapping[str, Model] = {
     "gpt": _GPT,
     "llama": _LLAMA,
+    # Models that differ in their width alone: in one stage 2, 7, 17 and 60 million parameters.
+    **{
+        f"{name}-h{hidden}": replace(model, layers_per_stage=8, hidden=hidden, heads=hidden // 64)
+        for name, model in (("gpt", _GPT), ("llama", _LLAMA))
+        for hidden in (128, 256, 384, 768)
+    },
     # Embedding and output layer together hold a tenth of the parameters, as in published models of this size.
     "llama-350m": replace(_LLAMA, layers_per_stage=12, hidden=1024, heads=16, sequence=512, vocabulary=16384),
     # FSDP2 gathers the weights and reduces the gradients of each micro-batch by themselves, so there are only two.
@@ -146,11 +152,11 @@ MODELS: Mapping[str, Model] = {
 }
 """Models by name.
 
-The quickstart trains `gpt`. The study also trains `llama`, `llama-fsdp2` (sharded by torch's FSDP2), `llama-muon`
-(trained by Muon, for which it needs the package emerging_optimizers), and mixtures of experts: in `moe` every replica
-holds all experts, in `moe-ep2`, `moe-ep4` and `moe-ep8` so many replicas share them, and `moe-bias-ep2` and
-`moe-bias-ep4` have twice as many experts of half the size, balanced by a bias in place of an auxiliary loss. The
-study's tests train `test`; the cluster benchmark trains the others.
+The quickstart trains `gpt`. The study also trains `llama`, both in several widths (`gpt-h128`), `llama-fsdp2` (sharded
+by torch's FSDP2), `llama-muon` (trained by Muon, for which it needs the package emerging_optimizers), and mixtures of
+experts: in `moe` every replica holds all experts, in `moe-ep2`, `moe-ep4` and `moe-ep8` so many replicas share them,
+and `moe-bias-ep2` and `moe-bias-ep4` have twice as many experts of half the size, balanced by a bias in place of an
+auxiliary loss. The study's tests train `test`; the cluster benchmark trains the others.
 """
 
 

@@ -44,6 +44,7 @@ SCRIPTS = {
     "int6": "scripts/study/in_formats.py int6 int6",
     "dp-int3": "scripts/study/in_formats.py int3 int3",
     "dp-int2": "scripts/study/in_formats.py int2 int2",
+    "dp-shaped": "scripts/study/noise_shaped.py",
     **{name: f"scripts/study/batches.py {name}" for name in SLOPES},
 }
 """Training script of each variant that does not train with the package's own entry point, with its arguments. Paths

@@ -23,10 +23,10 @@ from scripts.experiments.runs import Runs, add_row, commit, read_rows
 from scripts.experiments.texts import TEXTS, hash_of
 from scripts.hosts.launch import RunFailed
 from scripts.study.__main__ import KEPT, points_of
-from scripts.study.grid import shrunk
+from scripts.study.grid import RUNS, shrunk
 from scripts.study.kinds import Gradients, coded_from_weights, error
 
-ROWS = Path("results/price-energies.csv")
+ROWS = RUNS.with_name("price-energies.csv")
 COLUMNS = (
     "model",
     "layout",

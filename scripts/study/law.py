@@ -9,7 +9,7 @@ S_T = - dL / d ln T is the slope in steps at equal batches, each with a schedule
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -24,6 +24,11 @@ SLOPES: Mapping[str, tuple[Fraction, Fraction]] = {
 
 WINDOW = 2
 """Sequences that each step of every training may take, in batches of the study: those of the largest batch."""
+
+SHAPED = 0.7
+"""Standard deviation of the replicas' random weights in the control `dp-shaped`. Its error has SHAPED^2 times the
+energy of the gradients' own noise, and its covariance.
+"""
 
 NULL = 5.0
 """Price in percent over e2 of the law that knows no slope."""
@@ -50,6 +55,11 @@ class Estimate:
         """Lower and upper end of the interval."""
         return self.mean - self.within, self.mean + self.within
 
+    @property
+    def errors(self) -> float:
+        """The mean over its standard error; NaN with one seed."""
+        return self.mean / self.within * student(self.seeds - 1, tail=0.025) if self.seeds > 1 else math.nan
+
 
 def slope_in_batch(half: float, double: float, nested: float) -> float:
     """Return S in percent of vanilla's loss, from one seed's losses with half the batch, the double, and the batch."""
@@ -71,21 +81,71 @@ def price(slope: float, energy: float) -> float:
     return slope * math.log1p(energy)
 
 
-def by_noise(slope: float, energy: float, noise: float) -> float:
-    """Return the price by the rival `noise`: the error's energy counts against that of the gradients' own noise.
+@dataclass(frozen=True)
+class Known:
+    """Slopes of a cell and the error of a format in it, which are known without a run that has its price."""
 
-    Args:
-        noise: the part of the sum's energy that is noise, which changes from batch to batch.
-    """
-    return slope * math.log1p(energy / noise)
+    batch: float
+    """S, in percent."""
+
+    steps: float | None
+    """S_T, in percent; None without runs that have fewer steps."""
+
+    energy: float
+    """e2, the relative energy of the error of the replicas' sum."""
+
+    noise: float
+    """Part of the sum's energy that is noise, which changes from batch to batch."""
 
 
-def by_steps(slope_in_steps: float, energy: float) -> float:
-    """Return the price by the rival `steps`."""
-    return slope_in_steps * energy / 2
+LAWS: Mapping[str, Callable[[Known], float | None]] = {
+    "law": lambda known: price(known.batch, known.energy),
+    "noise": lambda known: price(known.batch, known.energy / known.noise) if known.noise > 0 else None,
+    "steps": lambda known: known.steps and known.steps * known.energy / 2,
+    "null": lambda known: NULL * known.energy,
+    # Mutations: were the law right by chance, one of these would do as well.
+    "a message's energy": lambda known: price(known.batch, 2 * known.energy),
+    "slope in steps": lambda known: known.steps and price(known.steps, known.energy),
+}
+"""The law, its rivals and its mutations: price in percent. One of two replicas keeps its own part of the sum exact, so
+that the error of a message has twice the relative energy of the sum's.
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Slopes of models that differ in their width alone, as a straight line in the width's logarithm."""
+
+    points: Sequence[tuple[float, float]]
+    """Width and slope, for each seed of each model."""
+
+    @property
+    def known(self) -> bool:
+        """True if there are enough points for a line with an interval."""
+        return len(self.points) > 2 and len({width for width, _ in self.points}) > 1
+
+    @property
+    def source(self) -> str:
+        """The line's origin in words."""
+        return f"{len({width for width, _ in self.points})} models"
+
+    def at(self, width: float) -> Estimate:
+        """Estimate the slope of a model of this width by least squares, with the 95 % interval of the mean there."""
+        known, slopes = [math.log(each) for each, _ in self.points], [slope for _, slope in self.points]
+        rise, start = statistics.linear_regression(known, slopes)
+        freedom, middle = len(slopes) - 2, statistics.fmean(known)
+        left = sum((slope - start - rise * each) ** 2 for each, slope in zip(known, slopes, strict=True)) / freedom
+        spread = sum((each - middle) ** 2 for each in known)
+        error = math.sqrt(left * (1 / len(slopes) + (math.log(width) - middle) ** 2 / spread))
+        return Estimate(start + rise * math.log(width), student(freedom, tail=0.025) * error, len(slopes))
+
+
+def near(predicted: float, measured: Estimate) -> bool:
+    """Return whether a prediction is within a factor of 1.5 of the measured mean."""
+    return measured.mean / 1.5 <= predicted <= measured.mean * 1.5
 
 
 def holds(predicted: float, measured: Estimate) -> bool:
-    """Return whether a prediction is within a factor of 1.5 of the measured mean, or inside its interval."""
+    """Return whether a prediction is near the measured mean, or inside the measured interval."""
     low, high = measured.ends
-    return measured.mean / 1.5 <= predicted <= measured.mean * 1.5 or low <= predicted <= high
+    return near(predicted, measured) or low <= predicted <= high

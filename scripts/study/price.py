@@ -1,10 +1,10 @@
 """The law of the price beside the measured prices, from committed rows.
 
-    python -m scripts.study.grid --rows docs/price-runs.csv --models llama --texts prose --iterations 160 \\
-        --evaluations 8 --seeds 1,2,3 \\
-        --variants vanilla-nested,half-batch,double-batch,vanilla,dp-int2,dp-int4,dp-int3,fewer-steps
-    python -m scripts.study.energies
-    python -m scripts.study.price                           # both tables; it trains nothing
+    python -m scripts.study.grid --rows docs/price-runs.csv --models llama-h256 --texts python --layout pp1dp2 \\
+        --iterations 80 --interval 10 --evaluations 4 --seeds 1,2,3 \\
+        --variants vanilla-nested,half-batch,double-batch,fewer-steps,vanilla,dp-int4,dp-int3,dp-int2,dp-shaped
+    python -m scripts.study.energies --models llama-h256 --layout pp1dp2 --points 10,30,55,80
+    python -m scripts.study.price                           # the tables; it trains nothing
 
 The first command makes the runs of both slopes and of the prices, the second one the energies; int3 gets three seeds
 more. A cell is a model, a layout, a text and a number of iterations; its predictions need no measured price.
@@ -12,7 +12,6 @@ more. A cell is a model, a layout, a text and a number of iterations; its predic
 
 import argparse
 import itertools
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,12 +24,14 @@ from optimus_cc_ext.tools.report.table import Table, printed
 from scripts.experiments.runs import read_rows
 from scripts.experiments.variants import VANILLA
 from scripts.study import energies, grid, law
-from scripts.study.law import DOUBLE, FEWER, HALF, NESTED, NULL, Estimate
+from scripts.study.law import DOUBLE, FEWER, HALF, LAWS, NESTED, Estimate, Known
 
 RUNS = grid.RUNS.with_name("price-runs.csv")
-_CELL = ("model", "layout", "text", "iterations")
-_PRICED = "dp-"
+CELL = ("model", "layout", "text", "iterations")
+PRICED = "dp-"
 """Start of the names of the variants that code gradients alone, before the name of the format."""
+
+_RIVALS = ("noise", "steps", "null")
 
 Cell = tuple[str, ...]
 Losses = Mapping[str, Mapping[tuple[str, ...], float]]
@@ -41,9 +42,45 @@ Losses = Mapping[str, Mapping[tuple[str, ...], float]]
 class Slopes:
     """Slopes of vanilla's loss in one cell, in percent, with intervals from the seeds."""
 
-    batch: Estimate
-    steps: Estimate | None
-    """None if there are no runs with fewer steps."""
+    seeds: Sequence[float]
+    """S of each seed."""
+
+    in_steps: Sequence[float]
+    """S_T of each seed that has a run with fewer steps."""
+
+    @property
+    def batch(self) -> Estimate:
+        """S in the mean of the seeds."""
+        return Estimate.of(self.seeds)
+
+    @property
+    def steps(self) -> Estimate | None:
+        """S_T in the mean of the seeds; None without runs that have fewer steps."""
+        return Estimate.of(self.in_steps) if self.in_steps else None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The law applied to one format in one cell."""
+
+    known: Known
+    within: float
+    """Half of the 95 % interval of S, in percent."""
+
+    @property
+    def law(self) -> float:
+        """Price in percent."""
+        return law.price(self.known.batch, self.known.energy)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Price at the ends of the interval of S."""
+        share = self.within / self.known.batch
+        return self.law * (1 - share), self.law * (1 + share)
+
+
+Predictions = Mapping[tuple[Cell, str], Prediction]
+"""Predictions by cell and format."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,11 +97,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(rows: Path, of_energies: Path) -> int:
-    """Print both tables of the rows that are there."""
+    """Print the tables of the rows that are there."""
     cells = losses_of(read_rows(rows, grid.COLUMNS))
-    slopes = {cell: found for cell, runs in cells.items() if (found := slopes_of(runs))}
-    measured = mean_energies(read_rows(of_energies, energies.COLUMNS))
-    print(printed([table_of_slopes(slopes), table_of_prices(cells, slopes, measured)], "table"), end="")
+    slopes = all_slopes(cells)
+    means = mean_energies(read_rows(of_energies, energies.COLUMNS))
+    formats = predictions(slopes, means)
+    # The energy of the control's error follows from that of the noise.
+    control = {(cell, "shaped"): (law.SHAPED**2 * noise, noise) for (cell, _), (_, noise) in means.items()}
+    tables = [
+        table_of_slopes(slopes), table_of_prices(cells, predictions(slopes, means | control)),
+        table_of_laws(cells, formats),
+    ]  # fmt: skip
+    print(printed(tables, "table"), end="")
     return 0
 
 
@@ -73,7 +117,7 @@ def losses_of(rows: Sequence[Mapping[str, Any]]) -> dict[Cell, Losses]:
     found: dict[Cell, dict[str, dict[tuple[str, ...], float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         same = (row["seed"], row["text_hash"], row["cpu"])
-        found[tuple(str(row[each]) for each in _CELL)][row["variant"]][same] = float(row["loss"])
+        found[tuple(str(row[each]) for each in CELL)][row["variant"]][same] = float(row["loss"])
     return found
 
 
@@ -83,11 +127,16 @@ def paired(runs: Losses, *variants: str) -> list[tuple[float, ...]]:
     return [tuple(runs[each][seed] for each in variants) for seed in sorted(same)]
 
 
+def all_slopes(cells: Mapping[Cell, Losses]) -> dict[Cell, Slopes]:
+    """Return the slopes of the cells that have runs for them."""
+    return {cell: found for cell, runs in cells.items() if (found := slopes_of(runs))}
+
+
 def slopes_of(runs: Losses) -> Slopes | None:
     """Return the slopes of a cell; None without runs at half and double batch."""
     batch = [law.slope_in_batch(*each) for each in paired(runs, HALF, DOUBLE, NESTED)]
     steps = [law.slope_in_steps(*each) for each in paired(runs, FEWER, NESTED)]
-    return Slopes(Estimate.of(batch), Estimate.of(steps) if steps else None) if batch else None
+    return Slopes(batch, steps) if batch else None
 
 
 def mean_energies(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Cell, str], tuple[float, float]]:
@@ -120,43 +169,74 @@ def table_of_slopes(slopes: Mapping[Cell, Slopes]) -> Table:
          found.steps and found.steps.mean, found.steps and found.steps.within)
         for cell, found in sorted(slopes.items())
     ]  # fmt: skip
-    columns = (*_CELL, "n", "S, %", "S within, %", "S_T, %", "S_T within, %")
+    columns = (*CELL, "n", "S, %", "S within, %", "S_T, %", "S_T within, %")
     note = (
         "Percent of vanilla's loss for each e-fold of the batch, and of the steps, with the half of the 95 % interval."
     )
     return Table(columns, rows, "Slopes of vanilla's loss", note, name="slopes")
 
 
-def table_of_prices(
-    cells: Mapping[Cell, Losses],
-    slopes: Mapping[Cell, Slopes],
-    measured: Mapping[tuple[Cell, str], tuple[float, float]],
-) -> Table:
+def predictions(slopes: Mapping[Cell, Slopes], measured: Mapping[tuple[Cell, str], tuple[float, float]]) -> Predictions:
+    """Return what the law predicts of each format in each cell with slopes and energies of its own."""
+    return {
+        (cell, form): Prediction(
+            Known(found.batch.mean, found.steps and found.steps.mean, energy, noise), found.batch.within
+        )
+        for (cell, form), (energy, noise) in sorted(measured.items()) if (found := slopes.get(cell))
+    }  # fmt: skip
+
+
+def price_of(runs: Losses, form: str) -> Estimate | None:
+    """Return the measured price of a format in one cell, in percent; None without pairs of runs."""
+    prices = [100 * (ours / plain - 1) for ours, plain in paired(runs, PRICED + form, VANILLA)]
+    return Estimate.of(prices) if prices else None
+
+
+def table_of_prices(cells: Mapping[Cell, Losses], predicted: Predictions, title: str = "Price of gradients") -> Table:
     """Make the table of the law: for each format of each cell, what the law and its rivals predict, and the price."""
     rows = []
-    for (cell, form), (energy, noise) in sorted(measured.items()):
-        if (slope := slopes.get(cell)) is None:
-            continue
-        low, high = (law.price(end, energy) for end in slope.batch.ends)
-        by_law = law.price(slope.batch.mean, energy)
-        prices = [100 * (ours / plain - 1) for ours, plain in paired(cells[cell], _PRICED + form, VANILLA)]
-        found = Estimate.of(prices) if prices else None
+    for (cell, form), each in predicted.items():
+        found = price_of(cells.get(cell, {}), form)
         rows.append((
-            *cell, form, energy, by_law, low, high,
-            law.by_noise(slope.batch.mean, energy, noise) if noise > 0 else math.nan,
-            slope.steps and law.by_steps(slope.steps.mean, energy), NULL * energy,
-            found and found.seeds, found and found.mean, found and found.within,
-            None if found is None or found.seeds < 2 else "yes" if law.holds(by_law, found) else "no",
+            *cell, form, each.known.energy, each.law, *each.ends,
+            *(rule(each.known) for name, rule in LAWS.items() if name in _RIVALS),
+            found and found.seeds, found and found.mean, found and found.within, found and found.errors,
+            None if found is None or found.seeds < 2 else "yes" if law.holds(each.law, found) else "no",
         ))  # fmt: skip
     columns = (
-        *_CELL, "format", "e2", "law, %", "from, %", "to, %", "noise, %", "steps, %", "null, %", "n", "measured, %",
-        "within, %", "holds",
+        *CELL, "format", "e2", "law, %", "from, %", "to, %", *(f"{name}, %" for name in _RIVALS), "n", "measured, %",
+        "within, %", "errors", "holds",
     )  # fmt: skip
     note = (
         "The law's interval is that of its slope. It holds where it is within a factor of 1.5 of the measured mean, or"
-        " inside the measured interval."
+        " inside the measured interval. Errors: the mean over its standard error."
     )
-    return Table(columns, rows, "Price of coded gradients", note, name="prices")
+    return Table(columns, rows, title, note, name="prices")
+
+
+def table_of_laws(cells: Mapping[Cell, Losses], predicted: Predictions) -> Table:
+    """Make the table that counts, for each law, the measured prices by which it holds."""
+    measured = {key: found for key in predicted if (found := price_of(cells.get(key[0], {}), key[1]))}
+    judged = {key: found for key, found in measured.items() if found.seeds > 1}
+    prices = {
+        name: {key: rule(predicted[key].known) for key in judged} for name, rule in LAWS.items()
+    } | {
+        # The mutation that takes another format's error: the least of a larger one.
+        "a coarser format's energy": {
+            key: min((other.law for (cell, _), other in predicted.items()
+                      if cell == key[0] and other.known.energy > predicted[key].known.energy), default=None)
+            for key in judged
+        },
+    }  # fmt: skip
+    rows = []
+    for name, found in prices.items():
+        known = {key: value for key, value in found.items() if value is not None}
+        rows.append((
+            name, len(known), sum(law.near(value, judged[key]) for key, value in known.items()),
+            sum(law.holds(value, judged[key]) for key, value in known.items()),
+        ))  # fmt: skip
+    note = "Of the prices that are measured with two seeds or more and that the law can predict."
+    return Table(("law", "prices", "within 1.5", "hold"), rows, "Laws beside the measured prices", note, name="laws")
 
 
 if __name__ == "__main__":
