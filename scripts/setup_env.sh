@@ -161,6 +161,8 @@ else:
   # Beside a package from a wheel the environment is the caller's.
   [[ -f "$root/setup.py" ]] || exit 0
   if is_finished; then exit 0; fi
+  [[ ! -L "$venv" ]] || die "$venv is a link, and making it anew would delete the files that it points to." \
+    "Remove the link (the files stay), and run this again."
   # One set-up at a time; the kernel frees the lock when its holder ends, however it ends.
   exec 9>"$root/.venv.lock"
   if command -v flock >/dev/null && ! flock -n 9; then

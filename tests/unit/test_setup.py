@@ -184,6 +184,18 @@ def test_change_makes_the_environment_anew(change: str, ready: Setup) -> None:
         assert ready.builds == 2
 
 
+def test_environment_behind_a_link_is_not_deleted(setup: Setup) -> None:
+    setup.python()
+    other = setup.folder / "other" / "bin"
+    other.mkdir(parents=True)
+    (setup.clone / ".venv").symlink_to(other.parent)
+    result = setup.run()
+    assert result.code == 1 and ".venv is a link" in result.errors and "Remove the link" in result.errors
+    assert other.exists() and setup.builds == 0
+    (setup.clone / ".venv").unlink()
+    assert setup.run().code == 0 and setup.builds == 1
+
+
 def test_failed_installation_is_said_and_not_taken_for_finished(setup: Setup) -> None:
     setup.python()
     result = setup.run(RECORDER_EXIT="1")
