@@ -14,7 +14,7 @@ variables_of() { # FILE...
 # shellcheck disable=SC2034  # by pretrain_gpt.sh and compare.sbatch
 compressing='^--(no-)?(optimus-cc|pipeline-forward-format|compressed-backprop|lazy-error|residual-across|fused-embedding-sync'
 compressing+='|dp-(compression|error-feedback)|param-gather-format|expert-(dispatch-format|gradient-format|exchange)|compression-(seed|state)'
-compressing+='|block-rotation|only-between-nodes|exact-blocks|(inter_|selective_)?grad_comp|emb_comm_opt|use_error_feedback|comp_seed)'
+compressing+='|block-rotation|only-between-nodes|chosen-preset|exact-blocks|(inter_|selective_)?grad_comp|emb_comm_opt|use_error_feedback|comp_seed)'
 # shellcheck disable=SC2034
 other_ours='^--(no-)?(compression-(metrics|forecast|trial|error-stat)|require-triton|force-compression|message-memory|check_orth_error)'
 

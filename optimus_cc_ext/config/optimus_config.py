@@ -69,7 +69,7 @@ class OptimusConfig(ClassOptions):
     # A preset lists here, separated by commas, the classes that it compresses only if their traffic leaves a node.
     only_between_nodes: str = option("", None)
     # The preset that lists them.
-    preset: str = option("", None)
+    chosen_preset: str = option("", None)
     # For tests: compress low-rank even where it saves no bytes; block formats without rounding error.
     _force_compression: bool = option(False, None)
     _exact_blocks: bool = option(False, None)

@@ -278,7 +278,7 @@ def _preset(
             f"{flag} sends {classes.DP_GRADIENTS.tag} in int8: --optimizer {layout.optimizer} amplifies coarser errors"
         )
     if name != PRESETS[0]:
-        fields |= {"only_between_nodes": ",".join(_only_between_nodes(name, explicit)), "preset": name}
+        fields |= {"only_between_nodes": ",".join(_only_between_nodes(name, explicit)), "chosen_preset": name}
     shares = {field: share for field, share in fields.items() if isinstance(share, Fraction)}
     return fields | {field: math.ceil(share * layout.stages) for field, share in shares.items()}, notes
 

@@ -139,7 +139,7 @@ def _trial(session: Session, model: Any) -> Trial | None:
     untimed = max(2, getattr(config, "cuda_graph_warmup_steps", 0) + 1 if graphs else 0)
     return Trial(
         classes=classes, techniques=session.techniques, grid=session.grid, device=training_device(),
-        place=(len(nodes), len(groups.places)), name=session.config.preset,
+        place=(len(nodes), len(groups.places)), name=session.config.chosen_preset,
         counters=lambda: session.traffic.bytes, memory=lambda: session.memory_bytes,
         ways=WaysByTurns(untimed, ahead=bool(model.ddp_config.overlap_param_gather)),
     )  # fmt: skip

@@ -111,7 +111,7 @@ def test_a_configuration_cannot_be_changed_in_place() -> None:
 
 def test_every_public_field_but_the_presets_own_is_documented_and_the_tests_fields_are_not_public() -> None:
     hidden = {name for name, field in FIELDS.items() if field.metadata["help"] is None}
-    assert hidden == {"_force_compression", "_exact_blocks", "only_between_nodes", "preset"}
+    assert hidden == {"_force_compression", "_exact_blocks", "only_between_nodes", "chosen_preset"}
     for name in FIELDS.keys() - hidden:
         assert FIELDS[name].metadata["help"].endswith(".")
     assert not any(name in repr(OptimusConfig()) for name in hidden)

@@ -58,7 +58,7 @@ def with_nodes(line: str, on: Layout = FOUR_BY_FOUR) -> Resolution:
 def resolved(line: str, on: Layout = FOUR_BY_FOUR) -> Resolution:
     """Resolve a line; the classes that are compressed only between nodes have a test of their own."""
     found = with_nodes(line, on)
-    return Resolution(found.config.replace(only_between_nodes="", preset=""), found.notes)
+    return Resolution(found.config.replace(only_between_nodes="", chosen_preset=""), found.notes)
 
 
 def refused(line: str, on: Layout = FOUR_BY_FOUR) -> str:

@@ -20,7 +20,7 @@ OUR_FLAGS = {spelling for action in PARSER._actions for spelling in action.optio
 RANKS, FRACTIONS = st.integers(-2, 64), st.sampled_from([-0.5, 0.0, 0.1, 1.0, 1.5, float("nan")])
 STAGES = st.one_of(st.sampled_from(["all", "auto"]), st.integers(-1, 9))
 SWITCHES = {traffic.name: traffic for traffic in CLASSES if traffic.switch}
-KNOBS = {"_force_compression", "_exact_blocks", "only_between_nodes", "preset"}
+KNOBS = {"_force_compression", "_exact_blocks", "only_between_nodes", "chosen_preset"}
 LOW_RANK_ONLY = {
     "compressed_backprop_format": ("compressed_backprop_rank", "residual_across_iterations"),
     "dp_compression_format": ("dp_compression_rank",),
@@ -93,7 +93,7 @@ def resolved(line: list[str], layout: Layout) -> Resolution | FlagError:
     try:
         found = resolve(request_from(PARSER.parse_args(line)), layout)
         # Two spellings differ in which classes a preset leaves dense inside a node, so this field is not compared.
-        return Resolution(found.config.replace(only_between_nodes="", preset=""), found.notes)
+        return Resolution(found.config.replace(only_between_nodes="", chosen_preset=""), found.notes)
     except FlagError as error:
         assert error.flag in OUR_FLAGS and str(error).startswith(f"{error.flag}: ")
         return error
