@@ -1,11 +1,11 @@
-"""Blind test of the price's law: predictions that are committed before the runs that measure them.
+"""Blind test of the price's law: predictions are written and committed before the runs that measure the prices.
 
     python -m scripts.study.blind --predict                 # writes what the law predicts of prices not yet measured
     python -m scripts.study.blind                           # predictions beside prices; it trains nothing
 
-A format is predicted where its energy is known and no run has its price (scripts.study.price says which commands make
-both). The slope is the cell's own where there are runs with other batches, else that of a line through at least two
-models which differ from this one in their width alone. A written prediction is not changed.
+A price is predicted if the format's energy is known and no run has measured the price yet; scripts.study.price says
+which commands make both. The slope is the cell's own if at least two seeds were trained with half and twice the batch.
+Otherwise it is read from a line through models that differ in their width alone. A written prediction is not changed.
 """
 
 import argparse
@@ -38,8 +38,8 @@ from scripts.study.price import (
 
 ROWS = grid.RUNS.with_name("price-predictions.csv")
 COLUMNS = (*CELL, "format", "slope_of", "slope", "within", "slope_in_steps", "energy", "noise", "law", "commit")
-"""Columns of the file: `slope_of` is "own" or the number of models of the line, `within` half of the slope's interval,
-`law` the predicted price; slopes and prices are in percent.
+"""Columns of the file: `slope_of` is "own", or says how many models the line goes through; `within` is half of the
+slope's 95 % interval; `law` is the predicted price. Slopes and prices are in percent.
 """
 
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Write the missing predictions if asked, then print the tables of all."""
+    """Print the tables of all predictions; with --predict, write the missing ones first."""
     cells = losses_of(read_rows(options.rows, grid.COLUMNS))
     if options.predict:
         predict(options, cells)
@@ -86,11 +86,14 @@ def predict(options: argparse.Namespace, cells: Mapping[Cell, Losses]) -> None:
         }  # fmt: skip
         add_row(options.predictions, row, COLUMNS)
     for cell_in_words in sorted(unknown):
-        print(f"{cell_in_words}: no slope. Train half-batch, double-batch and vanilla-nested", file=sys.stderr)
+        print(
+            f"{cell_in_words}: no slope. Train half-batch, double-batch and vanilla-nested with two seeds",
+            file=sys.stderr,
+        )
 
 
 def read(path: Path) -> Predictions:
-    """Return the written predictions."""
+    """Read the predictions in a file."""
     return {
         (tuple(row[each] for each in CELL), row["format"]): Prediction(
             Known(
@@ -103,8 +106,11 @@ def read(path: Path) -> Predictions:
 
 
 def slope_for(cell: Cell, slopes: Mapping[Cell, Slopes]) -> tuple[Estimate, float | None, str] | None:
-    """Return S of a cell, S_T, and where they are from; None if no runs tell them."""
-    if own := slopes.get(cell):
+    """Return S and S_T of a cell, and their source; None if too few runs are there.
+
+    The slope of a single seed has no interval, so that no prediction is made of it.
+    """
+    if (own := slopes.get(cell)) and len(own.seeds) > 1:
         return own.batch, own.steps and own.steps.mean, "own"
     alike = [
         (MODELS[other[0]].hidden, found) for other, found in slopes.items()
@@ -117,7 +123,9 @@ def slope_for(cell: Cell, slopes: Mapping[Cell, Slopes]) -> tuple[Estimate, floa
 
 
 def family(model: Model) -> Model:
-    """Return what models have in common that differ in their width alone; heads have the same size in all."""
+    """Return a model without its width, and with the size of its heads in place of their number. It is the same for
+    models that differ in their width alone.
+    """
     return replace(model, hidden=0, heads=model.hidden // model.heads)
 
 

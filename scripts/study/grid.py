@@ -51,7 +51,7 @@ tokens of an expert over the mean, in the mean of the layers, micro-batches and 
 _MODES = {"noise-on-rows": ("noise", VANILLA), "experts-coded-validation": ("coded-validation", "experts")}
 """Mode of scripts/study/experts.py, and the variant whose flags are given, of each control of experts' tokens."""
 
-VARIANTS = (*NAMES, *EXPERTS, *PRICE, "dp-shaped", *SLOPES, *_MODES)
+VARIANTS = (*NAMES, *EXPERTS, *PRICE, *SLOPES, *_MODES)
 
 _LOAD = re.compile(r"expert load in the second half: ([\d.]+)")
 

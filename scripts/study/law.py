@@ -26,8 +26,8 @@ WINDOW = 2
 """Sequences that each step of every training may take, in batches of the study: those of the largest batch."""
 
 SHAPED = 0.7
-"""Standard deviation of the replicas' random weights in the control `dp-shaped`. Its error has SHAPED^2 times the
-energy of the gradients' own noise, and its covariance.
+"""Standard deviation of the random weights by which the control `dp-shaped` multiplies each replica's gradients. The
+error of their sum has the covariance of the gradients' own noise, and SHAPED^2 times its energy.
 """
 
 NULL = 5.0
@@ -83,13 +83,13 @@ def price(slope: float, energy: float) -> float:
 
 @dataclass(frozen=True)
 class Known:
-    """Slopes of a cell and the error of a format in it, which are known without a run that has its price."""
+    """Inputs of the laws: the slopes of a cell, and the error of a format in it. None needs a compressed run."""
 
     batch: float
     """S, in percent."""
 
     steps: float | None
-    """S_T, in percent; None without runs that have fewer steps."""
+    """S_T, in percent; None if no run has fewer steps."""
 
     energy: float
     """e2, the relative energy of the error of the replicas' sum."""
@@ -117,7 +117,7 @@ class Line:
     """Slopes of models that differ in their width alone, as a straight line in the width's logarithm."""
 
     points: Sequence[tuple[float, float]]
-    """Width and slope, for each seed of each model."""
+    """Pairs of a width and a slope, one for each seed of each model."""
 
     @property
     def known(self) -> bool:
@@ -126,11 +126,11 @@ class Line:
 
     @property
     def source(self) -> str:
-        """The line's origin in words."""
+        """The number of models through which the line goes, in words."""
         return f"{len({width for width, _ in self.points})} models"
 
     def at(self, width: float) -> Estimate:
-        """Estimate the slope of a model of this width by least squares, with the 95 % interval of the mean there."""
+        """Return the slope at this width by least squares, with the 95 % confidence interval of the line there."""
         known, slopes = [math.log(each) for each, _ in self.points], [slope for _, slope in self.points]
         rise, start = statistics.linear_regression(known, slopes)
         freedom, middle = len(slopes) - 2, statistics.fmean(known)

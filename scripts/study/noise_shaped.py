@@ -1,5 +1,5 @@
-"""Training of vanilla Megatron whose replicas' gradients have random weights, so that their sum gets noise with the
-covariance of its own noise.
+"""Training of vanilla Megatron in which each replica's gradients are multiplied by a random weight. This adds noise to
+their sum that has the covariance of the noise which the sum has anyway.
 
 torchrun ... -m optimus_cc_ext scripts/study/noise_shaped.py <Megatron's flags>
 """
@@ -13,15 +13,16 @@ from scripts.study.noise import train_with
 
 
 def weights(replicas: int, seed: int) -> torch.Tensor:
-    """Return what is added to the replicas' weights of 1: values of the standard deviation `SHAPED` whose sum is 0."""
+    """Return one random number for each replica, with mean 0 and standard deviation `SHAPED`. Their sum is 0."""
     values = torch.randn(replicas, generator=torch.Generator().manual_seed(seed))
     return SHAPED * (replicas / (replicas - 1)) ** 0.5 * (values - values.mean())
 
 
 def weighted(gradients: torch.Tensor, generator: torch.Generator) -> None:
-    """Multiply this replica's gradients by its weight in this iteration, which is that of all its buckets and stages.
+    """Multiply this replica's gradients by 1 plus its random number of this iteration.
 
-    The generator is not used: it differs from rank to rank, and all ranks have to draw the same weights.
+    All buckets and stages of a replica have the same number. The generator is not used, because each rank has another
+    one, and all ranks have to draw the same numbers.
     """
     args = get_args()
     drawn = weights(parallel_state.get_data_parallel_world_size(), 1_000_003 * args.seed + args.curr_iteration)

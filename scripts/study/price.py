@@ -43,19 +43,19 @@ class Slopes:
     """Slopes of vanilla's loss in one cell, in percent, with intervals from the seeds."""
 
     seeds: Sequence[float]
-    """S of each seed."""
+    """S, one value for each seed."""
 
     in_steps: Sequence[float]
-    """S_T of each seed that has a run with fewer steps."""
+    """S_T, one value for each seed that was also trained with fewer steps."""
 
     @property
     def batch(self) -> Estimate:
-        """S in the mean of the seeds."""
+        """Mean of S over the seeds."""
         return Estimate.of(self.seeds)
 
     @property
     def steps(self) -> Estimate | None:
-        """S_T in the mean of the seeds; None without runs that have fewer steps."""
+        """Mean of S_T over the seeds; None if no seed was trained with fewer steps."""
         return Estimate.of(self.in_steps) if self.in_steps else None
 
 
@@ -69,14 +69,14 @@ class Prediction:
 
     @property
     def law(self) -> float:
-        """Price in percent."""
+        """Predicted price, in percent of vanilla's loss."""
         return law.price(self.known.batch, self.known.energy)
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Price at the ends of the interval of S."""
-        share = self.within / self.known.batch
-        return self.law * (1 - share), self.law * (1 + share)
+        """Predicted prices at both ends of the interval of S."""
+        slope, energy = self.known.batch, self.known.energy
+        return law.price(slope - self.within, energy), law.price(slope + self.within, energy)
 
 
 Predictions = Mapping[tuple[Cell, str], Prediction]
@@ -192,7 +192,9 @@ def price_of(runs: Losses, form: str) -> Estimate | None:
     return Estimate.of(prices) if prices else None
 
 
-def table_of_prices(cells: Mapping[Cell, Losses], predicted: Predictions, title: str = "Price of gradients") -> Table:
+def table_of_prices(
+    cells: Mapping[Cell, Losses], predicted: Predictions, title: str = "Price of coded gradients"
+) -> Table:
     """Make the table of the law: for each format of each cell, what the law and its rivals predict, and the price."""
     rows = []
     for (cell, form), each in predicted.items():
@@ -221,7 +223,7 @@ def table_of_laws(cells: Mapping[Cell, Losses], predicted: Predictions) -> Table
     prices = {
         name: {key: rule(predicted[key].known) for key in judged} for name, rule in LAWS.items()
     } | {
-        # The mutation that takes another format's error: the least of a larger one.
+        # A mutation: the energy of the next coarser format of the cell.
         "a coarser format's energy": {
             key: min((other.law for (cell, _), other in predicted.items()
                       if cell == key[0] and other.known.energy > predicted[key].known.energy), default=None)

@@ -197,6 +197,28 @@ def test_the_slope_of_a_cell_without_runs_is_on_the_line_of_models_of_other_widt
     assert float(line["slope_in_steps"]) == pytest.approx(2 * float(line["slope"]), rel=1e-3)
 
 
+def test_the_mutation_takes_the_energy_of_a_coarser_format_and_of_no_finer_one() -> None:
+    """int4 costs what the law says of int3, and int3 much more than it says of either."""
+    cell = ("llama-h256", "pp1dp2", "python", "80")
+    made = {
+        (cell, form): price.Prediction(Known(5.0, 10.0, energy, 0.5), 0.1)
+        for form, energy in {"int4": 0.01, "int3": 0.05}.items()
+    }
+    costs = {"vanilla": 0.0, "dp-int4": law.price(5.0, 0.05), "dp-int3": law.price(5.0, 0.5)}
+    runs = {variant: {(seed, "t", "A"): 4 * (1 + cost / 100) for seed in ("1", "2")} for variant, cost in costs.items()}
+    rows = {str(name): (prices, hold) for name, prices, _, hold in price.table_of_laws({cell: runs}, made).rows}
+    assert rows["law"] == (2, 0) and rows["a coarser format's energy"] == (1, 1)
+
+
+def test_one_seed_gives_no_prediction_because_its_slope_has_no_interval(tmp_path: Path) -> None:
+    runs, _ = rows_of(tmp_path)
+    first = [row for row in read_rows(runs, grid.COLUMNS) if row["seed"] == "1" and row["variant"] != "dp-int4"]
+    runs.unlink()
+    for row in first:
+        add_row(runs, row, grid.COLUMNS)
+    assert predicted(tmp_path) == []
+
+
 def test_models_of_one_line_differ_in_their_width_alone() -> None:
     for kind in ("gpt", "llama"):
         first = blind.family(MODELS[f"{kind}-h128"])
